@@ -1,0 +1,66 @@
+"""What comes out: deltas while a request runs, the whole once it is done. Same types for both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One continuation. In a delta, `text` and `token_ids` hold only what is new."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"; None while it runs
+    stop_reason: int | str | None = None  # the stop token id or string that matched, if one of the caller's
+    logprobs: None = None  # filled once SamplingParams.logprobs is supported
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Seconds on one monotonic clock; None for what has not happened."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finish_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    request_id: str
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    error: str | None = None  # what went wrong, if finish_reason is "error"
+
+    def extend(self, delta: RequestOutput) -> None:
+        """Append a later delta of the same request, so that this becomes the output so far."""
+        mine, new = self.outputs[0], delta.outputs[0]
+        mine.text += new.text
+        mine.token_ids += new.token_ids
+        mine.finish_reason, mine.stop_reason = new.finish_reason, new.stop_reason
+        self.num_cached_tokens = delta.num_cached_tokens
+        self.finished, self.metrics, self.error = delta.finished, delta.metrics, delta.error
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """A snapshot of an engine's counters. used + cached + free == num_blocks."""
+
+    mode: str
+    step: int
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_free_blocks: int
+    num_preemptions: int
+    num_prefix_hit_tokens: int
+    num_prompt_tokens: int = 0  # of requests accepted so far
+    num_output_tokens: int = 0  # produced so far
+    num_finished: dict[str, int] = field(default_factory=dict)  # requests ended so far, by finish_reason
