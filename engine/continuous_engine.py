@@ -1,0 +1,302 @@
+"""The engine: add requests, step, take what comes out.
+
+A step is one flow through five stages, each of them one call that can be read, tested and timed alone:
+
+    schedule -> prepare -> forward -> sample -> postprocess, and one event says what happened.
+
+The engine is not thread-safe: one thread steps it (`EngineRunner` gives it one).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from engine.config import EngineConfig, check_mode
+from engine.events import EngineInfo, EventBus, LifecycleKind, Mode, Phase, SlotUse, StepTimes
+from engine.journal import Journal
+from engine.memory import ROOT, BlockPool
+from engine.model import LoadedModel
+from engine.model_runner import ModelRunner
+from engine.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+from engine.request import Request, RequestStatus
+from engine.request_factory import RequestFactory
+from engine.sampler import Sampler
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Grant, Scheduler
+from engine.sizing import context_limit, fit_num_blocks
+
+logger = logging.getLogger(__name__)
+
+
+class ContinuousEngine:
+    """Scheduler, model runner, sampler and event bus, stepped together.
+
+    Raises ValueError if the configuration does not suit the model.
+    """
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig):
+        self.mode: Mode = config.mode
+        self.is_driven = False  # an EngineRunner steps this engine; nobody else may
+        self.tokenizer = loaded.tokenizer
+        num_blocks = config.num_blocks or fit_num_blocks(loaded, config)
+        self.info = EngineInfo(
+            model=loaded.name,
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            device=loaded.device.type,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            context_limit=context_limit(loaded, config, num_blocks),
+        )
+        self._factory = RequestFactory(loaded, self.info.context_limit, config.seed)
+        self._pool = BlockPool(num_blocks, config.block_size)
+        self._scheduler = Scheduler(self._pool, self.info, config.mode, config.enable_prefix_caching)
+        self._runner = ModelRunner(loaded, num_blocks, config.block_size)
+        self._sampler = Sampler(min(len(loaded.tokenizer), loaded.config.vocab_size))
+        self.events = EventBus(self.info, config.mode, time.monotonic())
+        self._journal = Journal(self.events, self._scheduler)
+        self._requests: dict[str, Request] = {}  # the unfinished ones
+        self._counts: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()  # by finish_reason
+
+    # -- requests in and out ----------------------------------------------------------------------
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        priority: int = 0,
+    ) -> Request:
+        """Check a request without queueing it; any thread may. Raises ValueError naming what is wrong."""
+        return self._factory.make(request_id, prompt, params or SamplingParams(), priority)
+
+    def enqueue(self, request: Request) -> None:
+        """Put a request into the waiting queue. Raises ValueError if its id is in use."""
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request")
+        self._requests[request.request_id] = request
+        self._scheduler.waiting.push(request)
+        self._counts["prompt_tokens"] += request.num_prompt_tokens
+        self._journal.note("submitted", request, num_tokens=request.num_prompt_tokens)
+        self._journal.publish()
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        priority: int = 0,
+    ) -> Request:
+        """Check and queue a request; lower `priority` goes first.
+
+        Raises ValueError naming the field or the limit; then nothing was queued.
+        """
+        request = self.make_request(request_id, prompt, params, priority)
+        self.enqueue(request)
+        return request
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now and free its blocks. None if it is unknown or finished already."""
+        return self._end_early(request_id, "abort")
+
+    def fail(self, request_id: str, error: str) -> RequestOutput | None:
+        """End a request now with finish_reason "error". None if it is unknown or finished already."""
+        return self._end_early(request_id, "error", error)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def unfinished_ids(self) -> list[str]:
+        return list(self._requests)
+
+    def set_mode(self, mode: Mode) -> None:
+        """Switch between naive, static and continuous; running requests are requeued with their tokens."""
+        check_mode(mode)
+        if mode == self.mode:
+            return
+        self.mode = mode
+        for request in self._scheduler.set_mode(mode):
+            self._journal.note("preempted", request, reason="mode")
+        self._journal.note_mode(mode)
+        self._journal.publish()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            mode=self.mode,
+            step=self._journal.step,
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            num_blocks=self._pool.num_blocks,
+            num_used_blocks=self._pool.num_used,
+            num_cached_blocks=self._pool.num_cached,
+            num_free_blocks=self._pool.num_free,
+            num_preemptions=self._counts["preemptions"],
+            num_prefix_hit_tokens=self._counts["prefix_hit_tokens"],
+            num_prompt_tokens=self._counts["prompt_tokens"],
+            num_output_tokens=self._counts["output_tokens"],
+            num_finished=dict(self._finished),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless queue, slots, block tables and pool agree."""
+        self._scheduler.check_integrity()
+
+    # -- the step ---------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Move every request on by what the scheduler grants it. Returns this step's deltas.
+
+        If computing fails, the requests in the batch end with finish_reason "error"; everybody else,
+        the queue and the prefix cache are as if the step had not been.
+        """
+        if not self.has_unfinished():
+            return []
+        self._journal.step += 1
+        marks = [time.monotonic()]
+        schedule = self._scheduler.schedule()
+        self._journal.note_schedule(schedule)
+        for request in schedule.admitted:
+            self._counts["prefix_hit_tokens"] += request.num_computed_tokens
+            if not request.was_admitted:
+                request.num_cached_tokens = request.num_computed_tokens
+        self._counts["preemptions"] += len(schedule.preempted)
+        marks.append(time.monotonic())
+        slots: list[SlotUse] = []
+        try:
+            batch = self._runner.prepare(schedule.grants)
+            marks.append(time.monotonic())
+            logits = self._runner.forward(batch)
+            marks.append(time.monotonic())
+            tokens = self._sampler(logits, [grant.request for grant in schedule.grants if grant.samples])
+            marks.append(time.monotonic())
+        except Exception as error:
+            logger.exception("step %d failed", self._journal.step)
+            outputs = [self._fail(grant.request, f"the engine failed: {error}") for grant in schedule.grants]
+            marks += [time.monotonic()] * (5 - len(marks))
+        else:
+            outputs, slots = self._postprocess(schedule.grants, tokens)
+        marks.append(time.monotonic())
+        times = StepTimes(*(end - start for start, end in itertools.pairwise(marks)))
+        self._journal.publish_step(self.mode, schedule, slots, times)
+        return outputs
+
+    def _postprocess(
+        self, grants: list[Grant], tokens: list[int | None]
+    ) -> tuple[list[RequestOutput], list[SlotUse]]:
+        """Book what was computed, append what was sampled, end what is done."""
+        sampled = iter(tokens)
+        outputs: list[RequestOutput] = []
+        slots: list[SlotUse] = []
+        for grant in grants:
+            request, num_tokens = grant
+            slot, samples = request.slot, grant.samples
+            phase: Phase = "decode" if request.is_decoding else "prefill"
+            token = next(sampled) if samples else None
+            if samples and token is None:
+                outputs.append(self._fail(request, "the model's logits are not finite (NaN or infinity)"))
+            else:
+                self._book_computed(request, num_tokens)
+            if token is not None:
+                outputs.append(self._append_token(request, token))
+            computed, total = request.num_computed_tokens, len(request.token_ids)
+            slots.append(
+                SlotUse(slot, request.request_id, phase, num_tokens, computed, total, int(token is not None))
+            )
+        return outputs, slots
+
+    def _book_computed(self, request: Request, num_tokens: int) -> None:
+        """Advance `num_computed_tokens`, note how full the blocks are, index those now full."""
+        block_size = self._pool.block_size
+        start = request.num_computed_tokens
+        end = request.num_computed_tokens = start + num_tokens
+        for index in range(start // block_size, -(-end // block_size)):
+            self._pool.set_filled(request.block_table[index], min(block_size, end - index * block_size))
+        if not self._scheduler.shares_prefixes:
+            return
+        for index in range(len(request.content_ids), end // block_size):
+            parent = request.content_ids[-1] if request.content_ids else ROOT
+            tokens = tuple(request.token_ids[index * block_size : (index + 1) * block_size])
+            indexed = self._pool.publish(request.request_id, request.block_table[index], parent, tokens)
+            request.block_table[index] = indexed.block
+            request.content_ids.append(indexed.content_id)
+
+    def _append_token(self, request: Request, token: int) -> RequestOutput:
+        """Append an output token and see whether the request ends with it."""
+        request.token_ids.append(token)
+        self._counts["output_tokens"] += 1
+        if request.first_token_time is None:
+            request.first_token_time = time.monotonic()
+            self._journal.note("first_token", request, num_tokens=request.num_prompt_tokens)
+        params, detokenizer = request.params, request.detokenizer
+        may_stop = request.num_output_tokens >= params.min_tokens
+        finish_reason = None
+        text, stop_string = "", None
+        if may_stop and token in request.stop_tokens:
+            finish_reason, request.stop_reason = "stop", request.stop_tokens[token]
+            if params.include_stop_str_in_output:
+                text, _ = detokenizer.append(token, check_stop=False)
+        else:
+            text, stop_string = detokenizer.append(token, may_stop)
+            if request.num_output_tokens >= request.max_tokens:
+                finish_reason = "length"
+        if finish_reason and stop_string is None:
+            rest, stop_string = detokenizer.flush(may_stop)
+            text += rest
+        if stop_string is not None:
+            finish_reason, request.stop_reason = "stop", stop_string
+        if finish_reason:
+            self._finish(request, finish_reason)
+        return self._output(request, text, [token])
+
+    # -- endings ----------------------------------------------------------------------------------
+
+    def _end_early(self, request_id: str, reason: str, error: str | None = None) -> RequestOutput | None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        output = self._fail(request, error) if error else self._stop_short(request, reason)
+        self._journal.publish()
+        return output
+
+    def _fail(self, request: Request, error: str) -> RequestOutput:
+        request.error = error
+        return self._stop_short(request, "error")
+
+    def _stop_short(self, request: Request, reason: str) -> RequestOutput:
+        """End a request that is not done; text that was held back is still given out."""
+        text, _ = request.detokenizer.flush(check_stop=False)
+        self._finish(request, reason)
+        return self._output(request, text, [])
+
+    def _finish(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        request.finish_time = time.monotonic()
+        del self._requests[request.request_id]
+        self._finished[reason] += 1
+        kind: LifecycleKind = "aborted" if reason == "abort" else "finished"
+        self._journal.note(kind, request, num_tokens=request.num_output_tokens, reason=reason)
+        self._scheduler.remove(request)
+
+    def _output(self, request: Request, text: str, token_ids: list[int]) -> RequestOutput:
+        """A delta: what is new, and how the request stands."""
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            outputs=[CompletionOutput(0, text, token_ids, request.finish_reason, request.stop_reason)],
+            finished=request.status is RequestStatus.FINISHED,
+            metrics=RequestMetrics(
+                request.arrival_time,
+                request.first_token_time,
+                request.finish_time,
+                request.num_preemptions,
+            ),
+            error=request.error,
+        )

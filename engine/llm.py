@@ -1,0 +1,117 @@
+"""`LLM`: the engine as a library, for whole lists of prompts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+from engine.config import EngineConfig
+from engine.continuous_engine import ContinuousEngine
+from engine.model import load_model
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A loaded model and an engine for it.
+
+    model and the other keywords: the fields of `EngineConfig`. progress: called while loading with a
+    stage in words and the fraction done, 0 to 1. Raises ValueError naming a bad field or model.
+    """
+
+    def __init__(
+        self, model: str = "auto", *, progress: Callable[[str, float], None] | None = None, **options
+    ):
+        self.config = EngineConfig(model=model, **options)
+        loaded = load_model(
+            self.config.model, dtype=self.config.dtype, device=self.config.device, progress=progress
+        )
+        self.engine = ContinuousEngine(loaded, self.config)
+        self.tokenizer = loaded.tokenizer
+        self.model_path: Path = loaded.path
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue each prompt (text or token ids); outputs in input order.
+
+        sampling_params: one for all, or one a prompt. Raises ValueError before anything is queued if a
+        prompt or parameter is refused, and RuntimeError if an `EngineRunner` is stepping this engine.
+        """
+        if self.engine.is_driven:
+            raise RuntimeError("an EngineRunner drives this engine: use its submit() instead of generate()")
+        prompts = _as_list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(sampling_params)} sampling_params")
+        requests = [
+            self.engine.make_request(f"llm-{next(self._ids)}", prompt, params)
+            for prompt, params in zip(prompts, sampling_params, strict=True)
+        ]
+        for request in requests:
+            self.engine.enqueue(request)
+        try:
+            outputs = self._run(len(requests), use_tqdm)
+        finally:  # interrupted: leave the engine as it was found
+            for request in requests:
+                self.engine.abort(request.request_id)
+        return [outputs[request.request_id] for request in requests]
+
+    def chat(
+        self,
+        conversations: Sequence[dict] | Sequence[Sequence[dict]],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer each conversation, a list of `{"role": ..., "content": ...}` messages (or just one).
+
+        Raises ValueError if the model has no chat template, and as `generate` does.
+        """
+        if conversations and isinstance(conversations[0], dict):
+            conversations = [conversations]  # type: ignore[assignment]
+        prompts = [self.chat_prompt(messages) for messages in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def chat_prompt(self, messages: Sequence[dict]) -> list[int]:
+        """The prompt's token ids for a conversation, by the model's own chat template."""
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                f"{self.engine.info.model} has no chat template: use generate() with a prompt of your own"
+            )
+        encoded = self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=True
+        )
+        return list(encoded["input_ids"])
+
+    def _run(self, num_requests: int, use_tqdm: bool) -> dict[str, RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+        num_tokens = 0
+        with tqdm(total=num_requests, desc="requests", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            while self.engine.has_unfinished():
+                for delta in self.engine.step():
+                    known = outputs.setdefault(delta.request_id, delta)
+                    if known is not delta:
+                        known.extend(delta)
+                    num_tokens += len(delta.outputs[0].token_ids)
+                    bar.update(delta.finished)
+                rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
+                bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
+        return outputs
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, text or token ids, is a list of one."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,92 @@
+"""The front door: turns a prompt and its parameters into a checked `Request`, or says why not.
+
+Everything here reads only what never changes, so any thread may call it. What is refused is refused
+before it is queued, and costs nobody else anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Sequence
+
+from engine.detokenizer import Detokenizer
+from engine.model import LoadedModel
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+
+
+class RequestFactory:
+    """Makes requests for one model. context_limit: most tokens of a prompt and its output together."""
+
+    def __init__(self, loaded: LoadedModel, context_limit: int, seed: int):
+        self._tokenizer = loaded.tokenizer
+        self._special_tokens: dict[str, int] = loaded.tokenizer.get_added_vocab()
+        self._eos_token_ids = loaded.eos_token_ids
+        self._vocab_size = loaded.config.vocab_size
+        self._context_limit = context_limit
+        self._seed = seed
+        self._arrivals = itertools.count()
+
+    def make(
+        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int
+    ) -> Request:
+        """Raises ValueError if the prompt is empty, not text or token ids, or too long."""
+        token_ids = self._token_ids(prompt)
+        room = self._context_limit - len(token_ids)
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens, which leaves no room for an answer: the context "
+                f"limit is {self._context_limit} tokens (max_model_len, or what num_blocks blocks hold)"
+            )
+        arrival = next(self._arrivals)
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            max_tokens=min(params.max_tokens, room),
+            stop_tokens=self._stop_tokens(params),
+            detokenizer=Detokenizer(self._decoder(params), params.stop, params.include_stop_str_in_output),
+            # Without a seed of its own, a request is seeded by its place in the engine's life.
+            rng=random.Random(f"{self._seed}:{arrival}" if params.seed is None else params.seed),
+            arrival=arrival,
+            arrival_time=time.monotonic(),
+            priority=priority,
+        )
+
+    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            token_ids = list(self._tokenizer(prompt)["input_ids"])
+        elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
+            token_ids = list(prompt)
+        else:
+            raise ValueError(f"a prompt must be a string or a list of token ids, not {prompt!r:.80}")
+        if not token_ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        for token in token_ids:
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(
+                    f"prompt token id {token} is not in the vocabulary (0 to {self._vocab_size - 1})"
+                )
+        return token_ids
+
+    def _stop_tokens(self, params: SamplingParams) -> dict[int, int | str | None]:
+        """Tokens that end the request, each with the `stop_reason` to report for it."""
+        stop_tokens: dict[int, int | str | None] = {}
+        if not params.ignore_eos:
+            stop_tokens.update(dict.fromkeys(self._eos_token_ids))
+        stop_tokens.update({token: token for token in params.stop_token_ids})
+        # A special token never shows in the text when those are skipped, so it is matched as a token.
+        stop_tokens.update({self._special_tokens[s]: s for s in params.stop if s in self._special_tokens})
+        return stop_tokens
+
+    def _decoder(self, params: SamplingParams):
+        def decode(token_ids: list[int]) -> str:
+            return self._tokenizer.decode(
+                token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+
+        return decode

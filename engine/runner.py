@@ -1,0 +1,308 @@
+"""`EngineRunner`: the engine on a thread of its own, for any number of callers.
+
+Callers never touch the engine. They leave commands (submit, abort, change the mode) that the thread
+carries out between two steps, and get a `RequestHandle` on which the deltas arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from copy import deepcopy
+from typing import TypeVar
+
+from engine.config import check_mode
+from engine.continuous_engine import ContinuousEngine
+from engine.events import EngineInfo, EventBus, Mode
+from engine.outputs import EngineStats, RequestOutput
+from engine.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class RequestHandle:
+    """One submitted request, as its owner sees it. Safe to use from any thread.
+
+    Iterate over it (also with `async for`) for the deltas: a single consumer gets each exactly once.
+    `output`, `text` and the other properties show the whole so far, as often as wanted.
+    """
+
+    def __init__(self, runner: EngineRunner, request_id: str, session: str | None):
+        self.request_id = request_id
+        self.session = session
+        self._runner = runner
+        self._deltas: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._output: RequestOutput | None = None
+        self._done = threading.Event()
+        self._waker: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    @property
+    def output(self) -> RequestOutput | None:
+        """Everything so far in one `RequestOutput`; None before the first token."""
+        with self._lock:
+            return deepcopy(self._output)
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return self._output.outputs[0].text if self._output else ""
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self._output.outputs[0].token_ids) if self._output else 0
+
+    @property
+    def finished(self) -> bool:
+        return self._done.is_set()
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self._output.outputs[0].finish_reason if self._output else None
+
+    @property
+    def error(self) -> str | None:
+        return self._output.error if self._output else None
+
+    def abort(self) -> None:
+        """End the request; what it has so far stays, with finish_reason "abort". Returns at once."""
+        self._runner.abort(self.request_id)
+
+    def result(self, timeout: float | None = None) -> RequestOutput:
+        """Wait for the end and return the whole. Raises TimeoutError after `timeout` seconds."""
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"request {self.request_id} is not finished after {timeout} s")
+        output = self.output
+        assert output is not None
+        return output
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        while True:
+            delta = self._deltas.get()
+            yield delta
+            if delta.finished:
+                return
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        wake = asyncio.Event()
+        self._waker = (asyncio.get_running_loop(), wake)
+        while True:
+            wake.clear()  # before looking, so that a delta that comes meanwhile sets it again
+            while not self._deltas.empty():
+                delta = self._deltas.get()
+                yield delta
+                if delta.finished:
+                    return
+            await wake.wait()
+
+    def _deliver(self, delta: RequestOutput) -> None:
+        with self._lock:
+            if self._output is None:
+                self._output = deepcopy(delta)
+            else:
+                self._output.extend(delta)
+        self._deltas.put(delta)
+        if delta.finished:
+            self._done.set()
+
+
+class EngineRunner:
+    """Steps an engine on a background thread until shut down.
+
+    A failing step ends the requests it touched; the thread lives on. `healthy` turns False only if
+    the engine's own books no longer add up, and then everything submitted fails at once, by name.
+    """
+
+    def __init__(self, engine: ContinuousEngine):
+        self._engine = engine
+        self._engine.is_driven = True
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._handles: dict[str, RequestHandle] = {}
+        self._ids = itertools.count()
+        self._paused = False
+        self._closing = False
+        self.healthy = True
+        self._stats = engine.stats()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # -- for any thread ---------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    @property
+    def events(self) -> EventBus:
+        return self._engine.events
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        session: str | None = None,
+        priority: int = 0,
+    ) -> RequestHandle:
+        """Queue a prompt. `session` is the caller's own label for the handle; the engine never sees it.
+
+        Raises ValueError if the request is refused, RuntimeError if the runner is shut down.
+        """
+        return self.submit_all([(prompt, params)], session, priority)[0]
+
+    def submit_all(
+        self,
+        prompts: Sequence[tuple[str | Sequence[int], SamplingParams | None]],
+        session: str | None = None,
+        priority: int = 0,
+    ) -> list[RequestHandle]:
+        """Queue (prompt, params) pairs between the same two steps: all of them, or none if one is refused."""
+        self._check_open()
+        requests = [
+            self._engine.make_request(f"r{next(self._ids)}", prompt, params, priority)
+            for prompt, params in prompts
+        ]
+        handles = [RequestHandle(self, request.request_id, session) for request in requests]
+
+        def enqueue() -> None:
+            for request, handle in zip(requests, handles, strict=True):
+                self._handles[handle.request_id] = handle
+                self._engine.enqueue(request)
+
+        self._commands.put(enqueue)
+        return handles
+
+    def abort(self, request_id: str) -> None:
+        """End a request, wherever it is. No effect on one that is finished or unknown."""
+        self._commands.put(lambda: self._deliver([self._engine.abort(request_id)]))
+
+    def set_mode(self, mode: Mode) -> None:
+        """Switch the mode before the next step. Raises ValueError on an unknown one."""
+        check_mode(mode)
+        self._commands.put(lambda: self._engine.set_mode(mode))
+
+    def pause(self) -> None:
+        """Take no more steps until `resume`, except by `step_once`. Submitting goes on."""
+        self._commands.put(lambda: setattr(self, "_paused", True))
+
+    def resume(self) -> None:
+        self._commands.put(lambda: setattr(self, "_paused", False))
+
+    def step_once(self, timeout: float | None = None) -> list[RequestOutput]:
+        """Take one step now and return its deltas (they also reach their handles)."""
+        return self._call(self._step, timeout)
+
+    def stats(self) -> EngineStats:
+        """Counters as of the last step or command."""
+        return self._stats
+
+    def check_integrity(self, timeout: float | None = None) -> None:
+        """Check the engine's books on its own thread; raises AssertionError if they do not add up."""
+        self._call(self._engine.check_integrity, timeout)
+
+    def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
+        """Stop. drain: let unfinished requests run to their end first; otherwise they are aborted."""
+        if self._closing:
+            return
+
+        def close() -> None:
+            self._closing = True
+            self._paused = False
+            if not drain:
+                self._deliver([self._engine.abort(id) for id in self._engine.unfinished_ids])
+
+        self._commands.put(close)
+        self._thread.join(timeout)
+        self._engine.is_driven = self._thread.is_alive()
+
+    def _check_open(self) -> None:
+        if self._closing or not self._thread.is_alive():
+            raise RuntimeError("the engine runner is shut down")
+        if not self.healthy:
+            raise RuntimeError("the engine is unhealthy after an internal error: restart it")
+
+    def _call(self, function: Callable[[], T], timeout: float | None) -> T:
+        """Run a function on the engine's thread and return what it returns."""
+        self._check_open()
+        future: Future[T] = Future()
+
+        def command() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._commands.put(command)
+        return future.result(timeout)
+
+    # -- on the engine's thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            can_step = self._engine.has_unfinished() and not self._paused
+            if self._closing and not self._engine.has_unfinished():
+                return
+            self._obey(wait=not can_step)
+            if self._engine.has_unfinished() and not self._paused:
+                self._step()
+
+    def _obey(self, wait: bool) -> None:
+        """Carry out the commands that are there; if there is nothing to step, wait for one."""
+        try:
+            command = self._commands.get(block=wait)
+            while True:
+                try:
+                    command()
+                except Exception:
+                    logger.exception("a command to the engine failed")
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            self._stats = self._engine.stats()
+
+    def _step(self) -> list[RequestOutput]:
+        try:
+            outputs = self._engine.step()
+        except Exception as error:  # not in computing, which the engine handles, but in its own books
+            logger.exception("the engine broke; ending every request")
+            outputs = self._fail_all(f"the engine failed: {error}")
+        self._deliver(outputs)
+        self._stats = self._engine.stats()
+        return outputs
+
+    def _fail_all(self, error: str) -> list[RequestOutput]:
+        outputs = [self._engine.fail(request_id, error) for request_id in self._engine.unfinished_ids]
+        try:
+            self._engine.check_integrity()
+        except AssertionError:
+            logger.exception("the engine's books do not add up")
+            self.healthy = False
+        return [output for output in outputs if output]
+
+    def _deliver(self, outputs: Sequence[RequestOutput | None]) -> None:
+        wakers: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+        for output in outputs:
+            handle = self._handles.get(output.request_id) if output else None
+            if output is None or handle is None:
+                continue
+            handle._deliver(output)
+            if output.finished:
+                del self._handles[output.request_id]
+            if handle._waker:
+                loop, event = handle._waker
+                wakers.setdefault(loop, []).append(event)
+        for loop, events in wakers.items():  # one call per loop and step, however many handles it has
+            try:
+                loop.call_soon_threadsafe(_set_all, events)
+            except RuntimeError:
+                logger.debug("an event loop closed while requests of it ran")
+
+
+def _set_all(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()

@@ -1,0 +1,51 @@
+"""How much fits: the number of KV blocks, and the context limit that follows from it."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from engine.config import EngineConfig
+from engine.model import LoadedModel
+from engine.model.kv_cache import KVCache
+
+CPU_MOST_BYTES = 1 << 30
+CPU_FREE_FRACTION = 0.25
+GPU_FREE_FRACTION = 0.8  # the rest is for activations and the allocator
+
+
+def context_limit(loaded: LoadedModel, config: EngineConfig, num_blocks: int) -> int:
+    """Most tokens of one request, prompt and output together.
+
+    Raises ValueError if `max_model_len` goes beyond what the model was made for.
+    """
+    model_limit = loaded.config.max_position_embeddings
+    max_model_len = config.max_model_len or model_limit
+    if max_model_len > model_limit:
+        raise ValueError(f"max_model_len ({max_model_len}) exceeds the model's limit of {model_limit} tokens")
+    return min(max_model_len, num_blocks * config.block_size)
+
+
+def fit_num_blocks(loaded: LoadedModel, config: EngineConfig) -> int:
+    """Blocks that the memory budget holds, but no more than all slots together could fill.
+
+    Raises ValueError if not even one block fits.
+    """
+    budget = config.kv_cache_memory_bytes or _default_budget(loaded.device)
+    per_block = KVCache.bytes_per_block(loaded.config, config.block_size, loaded.dtype)
+    if budget < per_block:
+        raise ValueError(
+            f"kv_cache_memory_bytes ({budget}) does not hold one KV block: {config.block_size} tokens "
+            f"take {per_block} bytes"
+        )
+    longest = config.max_model_len or loaded.config.max_position_embeddings
+    return min(budget // per_block, config.max_num_seqs * -(-longest // config.block_size))
+
+
+def _default_budget(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * GPU_FREE_FRACTION)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(int(free * CPU_FREE_FRACTION), CPU_MOST_BYTES)
