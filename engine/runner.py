@@ -215,7 +215,7 @@ class EngineRunner:
             self._closing = True
             self._paused = False
             if not drain:
-                self._deliver([self._engine.abort(id) for id in self._engine.unfinished_ids])
+                self._abort_all()
 
         self._commands.put(close)
         self._thread.join(timeout)
@@ -244,13 +244,12 @@ class EngineRunner:
     # -- on the engine's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            can_step = self._engine.has_unfinished() and not self._paused
-            if self._closing and not self._engine.has_unfinished():
-                return
-            self._obey(wait=not can_step)
+        while not self._closing or self._engine.has_unfinished():
+            self._obey(wait=self._paused or not self._engine.has_unfinished())
             if self._engine.has_unfinished() and not self._paused:
                 self._step()
+        self._obey(wait=False)  # what was submitted while the last step ran
+        self._abort_all()
 
     def _obey(self, wait: bool) -> None:
         """Carry out the commands that are there; if there is nothing to step, wait for one."""
@@ -274,6 +273,9 @@ class EngineRunner:
         self._deliver(outputs)
         self._stats = self._engine.stats()
         return outputs
+
+    def _abort_all(self) -> None:
+        self._deliver([self._engine.abort(request_id) for request_id in self._engine.unfinished_ids])
 
     def _fail_all(self, error: str) -> list[RequestOutput]:
         outputs = [self._engine.fail(request_id, error) for request_id in self._engine.unfinished_ids]
