@@ -1,0 +1,57 @@
+"""The paged KV cache (PagedAttention, Kwon et al. 2023): fixed blocks, shared out by block id.
+
+A layer's cache is one matrix with a row a block. A row holds `block_size` slots; a slot holds the K and
+then the V of one token, all heads. So one `index_copy_` writes a step's tokens and one `index_select`
+gathers a request's context, K and V together and in long contiguous runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .config import ModelConfig
+
+
+class KVCache:
+    """Storage only: which block belongs to whom is the block pool's business.
+
+    One block more than `num_blocks` is allocated, `dummy_block`, which no request ever owns: rows
+    that only pad a batch to a fixed size write there.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """num_blocks: usable blocks; block_size: tokens a block. Raises ValueError if either is below 1."""
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"num_blocks={num_blocks} and block_size={block_size} must be at least 1")
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+        self.dummy_block = num_blocks
+        row = block_size * 2 * config.num_kv_heads * config.head_dim
+        # Zeros, not whatever memory held: masked slots are multiplied by 0, and 0 * NaN is NaN.
+        self.layers = [
+            torch.zeros(num_blocks + 1, row, dtype=dtype, device=device) for _ in range(config.num_layers)
+        ]
+
+    @staticmethod
+    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes that one block takes over all layers, K and V."""
+        values = config.num_layers * block_size * 2 * config.num_kv_heads * config.head_dim
+        return values * dtype.itemsize
+
+    def write(self, layer: int, slots: Tensor, keys_values: Tensor) -> None:
+        """Store keys_values [T, 2, kv_heads, head_dim] at slots, int64 [T]."""
+        rows = self.layers[layer].view(-1, 2 * self.num_kv_heads * self.head_dim)
+        rows.index_copy_(0, slots, keys_values.reshape(len(slots), -1))
+
+    def gather(self, layer: int, blocks: Tensor, requests: int) -> tuple[Tensor, Tensor]:
+        """K and V of `requests` requests, each [requests, kv_heads, context, head_dim].
+
+        blocks: int64 [requests * blocks of each], request after request; context is whole blocks.
+        """
+        rows = self.layers[layer].index_select(0, blocks)
+        context = rows.view(requests, -1, 2, self.num_kv_heads, self.head_dim)
+        keys, values = context.unbind(2)
+        return keys.transpose(1, 2), values.transpose(1, 2)

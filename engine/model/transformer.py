@@ -1,0 +1,139 @@
+"""The forward pass of a Llama-family model over one packed batch and the paged KV cache.
+
+Read `Transformer.forward` first; it is the whole way from token ids to logits. Linear layers that read
+the same input are one product (Q, K and V; gate and up), and each RMSNorm's weight is folded into the
+layer behind it, so that norms only scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..batch import Batch
+from .attention import AttentionMetadata, paged_attention
+from .config import ModelConfig
+from .kv_cache import KVCache
+from .linear import LinearFactory, choose_linear
+from .rope import apply_rope, rope_cos_sin, rope_frequencies
+
+GetTensor = Callable[[str], Tensor]
+
+
+class Layer(nn.Module):
+    """One decoder layer: attention and a gated MLP, each added to the residual stream."""
+
+    def __init__(self, index: int, config: ModelConfig, get: GetTensor, place: Callable, linear: LinearFactory):
+        """get(name) returns a checkpoint's tensor; place(tensor) gives it the model's dtype and device."""
+        super().__init__()
+        self.index, self.config = index, config
+        prefix = f"model.layers.{index}."
+
+        def build(names: list[str], has_bias: bool, norm: str | None = None) -> nn.Module:
+            """One linear layer from several stacked on their output side, an input norm's weight folded in."""
+            weight = torch.cat([get(f"{prefix}{name}.weight").float() for name in names])
+            if norm is not None:
+                weight *= get(f"{prefix}{norm}.weight").float()  # float32, before the cast rounds it
+            bias = torch.cat([get(f"{prefix}{name}.bias").float() for name in names]) if has_bias else None
+            return linear(place(weight), None if bias is None else place(bias))
+
+        attention = [f"self_attn.{name}_proj" for name in "qkv"]
+        self.qkv = build(attention, config.qkv_bias, "input_layernorm")
+        self.output = build(["self_attn.o_proj"], config.output_bias)
+        self.gate_up = build(["mlp.gate_proj", "mlp.up_proj"], config.mlp_bias, "post_attention_layernorm")
+        self.down = build(["mlp.down_proj"], config.mlp_bias)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = nn.Parameter(place(get(f"{prefix}self_attn.q_norm.weight")), requires_grad=False)
+            self.k_norm = nn.Parameter(place(get(f"{prefix}self_attn.k_norm.weight")), requires_grad=False)
+
+    def forward(
+        self, hidden: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache, metadata: AttentionMetadata,
+        rows: Tensor | None,
+    ) -> Tensor:
+        """hidden [T, hidden_size] -> the same, or only the given rows of it, int64 [S] (the last layer)."""
+        attended = self._attend(self._norm(hidden), rope, cache, metadata)
+        if rows is not None:
+            hidden, attended = hidden[rows], attended[rows]
+        hidden = hidden + self.output(attended)
+        gate, up = self.gate_up(self._norm(hidden)).chunk(2, dim=-1)
+        return hidden.add_(self.down(F.silu(gate).mul_(up)))
+
+    def _attend(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+        """x [T, hidden_size] -> what all heads saw, [T, heads * head_dim]; stores K and V on the way."""
+        config = self.config
+        first_value = config.num_heads + config.num_kv_heads
+        heads = self.qkv(x).view(len(x), -1, config.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            width = (config.head_dim,)
+            queries, keys = heads[:, : config.num_heads], heads[:, config.num_heads : first_value]
+            queries.copy_(F.rms_norm(queries, width, self.q_norm, config.rms_norm_eps))
+            keys.copy_(F.rms_norm(keys, width, self.k_norm, config.rms_norm_eps))
+        apply_rope(heads[:, :first_value], *rope)
+        # K heads and V heads lie side by side in the product, as they do in a cache slot.
+        cache.write(self.index, metadata.slot_mapping, heads[:, config.num_heads :])
+        return paged_attention(heads[:, : config.num_heads], cache, self.index, metadata).flatten(1)
+
+    def _norm(self, hidden: Tensor) -> Tensor:
+        return F.rms_norm(hidden, hidden.shape[-1:], None, self.config.rms_norm_eps)
+
+
+class Transformer(nn.Module):
+    """A Llama-family model (Touvron et al. 2023, and its kin) for inference.
+
+    Weights are taken tensor by tensor, so a checkpoint is never held twice.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        get: GetTensor,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        linear: LinearFactory | None = None,
+        progress: Callable[[float], None] = lambda fraction: None,
+    ) -> None:
+        """get(name): a checkpoint's tensor, for every name in `config.tensor_shapes()`.
+
+        linear: the backend of the linear layers; None chooses the fastest that works here.
+        progress: called with the fraction built, 0 to 1.
+        """
+        super().__init__()
+        device = torch.device(device)
+        self.config, self.dtype, self.device = config, dtype, device
+        linear = linear or choose_linear(dtype, device)
+
+        def place(tensor: Tensor) -> Tensor:
+            # A copy always: the source may be a view of a mapped file.
+            return tensor.to(device, dtype, copy=True)
+
+        self.embedding = nn.Parameter(place(get("model.embed_tokens.weight")), requires_grad=False)
+        self.layers = nn.ModuleList()
+        for index in range(config.num_layers):
+            self.layers.append(Layer(index, config, get, place, linear))
+            progress((index + 1) / (config.num_layers + 1))
+        # The last norm stays out of the head, which may share its weight with the embedding.
+        self.norm = nn.Parameter(place(get("model.norm.weight")), requires_grad=False)
+        self.head = linear(self.embedding.data if config.tie_word_embeddings else place(get("lm_head.weight")), None)
+        frequencies, self.rope_factor = rope_frequencies(config)
+        self.register_buffer("frequencies", frequencies.to(device))
+        progress(1.0)
+        self.eval()
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        """Run one step: store the K and V of its T tokens, return logits float32 [S, vocab_size].
+
+        S is len(batch.logits_rows) and may be 0, for steps that only fill the cache.
+        """
+        metadata = AttentionMetadata.build(batch, self.config, cache.block_size, self.dtype)
+        rope = rope_cos_sin(batch.positions, self.frequencies, self.rope_factor, self.dtype)
+        hidden = F.embedding(batch.token_ids, self.embedding)
+        last = self.config.num_layers - 1
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, rope, cache, metadata, batch.logits_rows if index == last else None)
+        hidden = F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.config.rms_norm_eps)
+        return self.head(hidden).float()
