@@ -10,9 +10,6 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 import benchmark
 from bench.measures import Arm, InvalidRun, measure_usage, percentile, why_unfair
@@ -21,7 +18,7 @@ from bench.runs import run_mode
 from bench.workload import WorkItem, build_workload, num_output_tokens
 from engine import CompletionOutput, ContinuousEngine, RequestMetrics, RequestOutput
 from engine.events import BlockDelta, EngineInfo, EventBus, LifecycleEvent, SlotUse, StepEvent, StepTimes
-from tests.tiny_models import SHAPE
+from tests.support import tiny_folder
 
 INFO = EngineInfo("stub", "float32", "cpu", 16, 64, 4, 512, 512)
 
@@ -237,23 +234,10 @@ def test_a_speed_up_from_part_of_the_work_is_marked_as_an_estimate():
 # -- the command ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def tiny_folder(tmp_path_factory):
-    """A tiny random model with a tokenizer of 300 words."""
-    folder = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    config = LlamaConfig(**SHAPE | {"vocab_size": 300, "max_position_embeddings": 512})
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(300)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2").save_pretrained(folder)
-    return folder
-
-
-def test_the_whole_command(tiny_folder, tmp_path, capsys):
+def test_the_whole_command(tmp_path, capsys):
     argv = [
         "--model",
-        str(tiny_folder),
+        str(tiny_folder()),
         "--requests",
         "6",
         "--max-num-seqs",
@@ -285,15 +269,15 @@ def test_the_whole_command(tiny_folder, tmp_path, capsys):
     assert "Plotly.newPlot" in picture and 'src="http' not in picture
 
 
-def test_json_on_standard_output_is_json_alone(tiny_folder, capsys):
-    argv = ["--model", str(tiny_folder), "--requests", "2", "--modes", "static,continuous", "--json", "-"]
+def test_json_on_standard_output_is_json_alone(capsys):
+    argv = ["--model", str(tiny_folder()), "--requests", "2", "--modes", "static,continuous", "--json", "-"]
     assert benchmark.main([*argv, "--request-rate", "50"]) == 0
     captured = capsys.readouterr()
     assert [run["mode"] for run in json.loads(captured.out)["runs"]] == ["static", "continuous"]
     assert "| static" in captured.err
 
 
-def test_an_invalid_run_prints_no_figure_and_fails(tiny_folder, tmp_path, capsys, monkeypatch):
+def test_an_invalid_run_prints_no_figure_and_fails(tmp_path, capsys, monkeypatch):
     append = ContinuousEngine._append_token
 
     def break_down(engine, request, token):
@@ -303,7 +287,7 @@ def test_an_invalid_run_prints_no_figure_and_fails(tiny_folder, tmp_path, capsys
         return append(engine, request, token)
 
     monkeypatch.setattr(ContinuousEngine, "_append_token", break_down)
-    argv = ["--model", str(tiny_folder), "--requests", "3", "--json", str(tmp_path / "out.json")]
+    argv = ["--model", str(tiny_folder()), "--requests", "3", "--json", str(tmp_path / "out.json")]
     assert benchmark.main(argv) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -319,8 +303,8 @@ def test_an_invalid_run_prints_no_figure_and_fails(tiny_folder, tmp_path, capsys
         (["--model", "no/such/model.gguf"], "no/such/model.gguf"),
     ],
 )
-def test_what_cannot_run_is_said_by_name(tiny_folder, capsys, argv, message):
-    assert benchmark.main(["--model", str(tiny_folder), *argv]) == 1
+def test_what_cannot_run_is_said_by_name(capsys, argv, message):
+    assert benchmark.main(["--model", str(tiny_folder()), *argv]) == 1
     assert message in capsys.readouterr().err
 
 
@@ -341,8 +325,8 @@ def test_a_wrong_argument_is_refused_at_once(capsys, argv, message):
     assert message in capsys.readouterr().err
 
 
-def test_a_pool_too_small_to_reserve_in_every_slot_is_said(tiny_folder, capsys):
-    argv = ["--model", str(tiny_folder), "--requests", "3", "--max-num-seqs", "4", "--num-blocks", "70"]
+def test_a_pool_too_small_to_reserve_in_every_slot_is_said(capsys):
+    argv = ["--model", str(tiny_folder()), "--requests", "3", "--max-num-seqs", "4", "--num-blocks", "70"]
     assert benchmark.main([*argv, "--modes", "static"]) == 0
     assert "only 2 of 4 slots can reserve the 512-token maximum" in capsys.readouterr().out
 
