@@ -6,7 +6,14 @@ import random
 from dataclasses import dataclass, field
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from engine.batch import Batch
 from engine.model.config import ModelConfig
@@ -30,7 +37,12 @@ def _rope(kind: str, **numbers) -> dict:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **numbers}}
 
 
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
 
 TINY_CONFIGS = {
@@ -54,7 +66,7 @@ TINY_CONFIGS = {
 
 
 def tiny_reference(name: str, seed: int = 0) -> PreTrainedModel:
-    """The transformers model, float32, with every weight (norms and biases too) random and far from trivial."""
+    """The transformers model, float32, with every weight, norms and biases too, far from its default."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(TINY_CONFIGS[name](), dtype=torch.float32).eval()
     with torch.no_grad():
@@ -97,7 +109,9 @@ class Driver:
                 table.append(self.free.pop())
             tokens += part
             positions += range(done, end)
-            slots += [table[p // self.block_size] * self.block_size + p % self.block_size for p in range(done, end)]
+            for position in range(done, end):
+                block, offset = divmod(position, self.block_size)
+                slots.append(table[block] * self.block_size + offset)
             query_lens.append(len(part))
             context_lens.append(end)
             rows += range(len(tokens) - (wanted or {}).get(request, 1), len(tokens))

@@ -21,7 +21,12 @@ class KVCache:
     """
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         """num_blocks: usable blocks; block_size: tokens a block. Raises ValueError if either is below 1."""
         if num_blocks < 1 or block_size < 1:
