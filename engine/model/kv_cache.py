@@ -51,6 +51,11 @@ class KVCache:
         rows = self.layers[layer].view(-1, 2 * self.num_kv_heads * self.head_dim)
         rows.index_copy_(0, slots, keys_values.reshape(len(slots), -1))
 
+    def clear(self, blocks: list[int]) -> None:
+        """Zero these blocks: for those of a request whose numbers overflowed, before anyone reuses them."""
+        for layer in self.layers:
+            layer[blocks] = 0
+
     def gather(self, layer: int, blocks: Tensor, requests: int) -> tuple[Tensor, Tensor]:
         """K and V of `requests` requests, each [requests, kv_heads, context, head_dim].
 

