@@ -8,8 +8,6 @@ import pytest
 import torch
 from tiny_models import TINY_CONFIGS, Driver, tiny_model, tiny_reference
 
-from engine.model.linear import PackedLinear, PlainLinear, packing_works
-
 
 @torch.inference_mode()
 def reference_logits(reference, tokens: list[int]) -> torch.Tensor:
