@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import Driver, tiny_reference, write_gguf
+from tests.tiny_models import Driver, tiny_reference, write_gguf
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import TINY_CONFIGS, Driver, tiny_reference
+from tests.tiny_models import TINY_CONFIGS, Driver, tiny_reference
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, MistralConfig, PreTrainedTokenizerFast, Qwen2Config
 

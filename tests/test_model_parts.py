@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from tiny_models import Driver, tiny_model, tiny_reference
+from tests.tiny_models import Driver, tiny_model, tiny_reference
 
 from engine.model import attention
 from engine.model.attention import group_requests

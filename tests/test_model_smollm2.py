@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 import torch
-from tiny_models import Driver
+from tests.tiny_models import Driver
 
 from engine.model.loader import LoadedModel, load_model
 
