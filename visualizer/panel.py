@@ -57,7 +57,7 @@ def build_page(host: EngineHost, version: str, plotly_version: str) -> gr.Blocks
             return "The model is not ready yet. Please wait until it is loaded."
         try:
             host.visitors.submit(request.session_hash, make_prompts())
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # refused, or the engine is not healthy
             return str(error)
         return ""
 

@@ -64,7 +64,8 @@ class Tracks:
 
     def step(self, event: StepEvent) -> None:
         for use in event.slots:
-            if track := self._tracks.get(use.request_id):
+            track = self._tracks.get(use.request_id)
+            if track and track.end_time is None:  # one that ended in this step said how many it has
                 track.num_output += use.num_sampled
 
     def transition(self, event: LifecycleEvent, replica: Replica) -> None:

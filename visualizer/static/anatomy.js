@@ -12,7 +12,7 @@ const LEFT = 40;
 const BAR = 9;
 
 export function mountAnatomy(root, store) {
-  const { head, figure: note } = heading('Anatomy of a step', 'Above: where the milliseconds go. Below: tokens in the batch.');
+  const { head, figure: note } = heading('Anatomy of a step', 'Milliseconds by stage; below, the tokens in the batch.');
   const canvas = el('canvas', { role: 'img', 'aria-label': 'Anatomy of a step: nothing ran yet' });
   const say = summary(canvas);
   const frame = el('div', { class: 'glass-canvas' }, canvas);

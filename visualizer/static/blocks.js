@@ -65,7 +65,7 @@ export function mountBlocks(root, store) {
     else used(context, x, y, wide, tall, block.filled / store.info.block_size, looks, ink);
     if (wide < 11) return undefined;
     const shared = block.refs > 1;
-    const full = block.filled / store.info.block_size > 0.62;
+    const full = block.filled / store.info.block_size > 0.7;
     context.font = `600 ${Math.min(11, wide - 4)}px ${ink.font}`;
     context.textAlign = 'center';
     context.textBaseline = 'middle';
@@ -77,7 +77,14 @@ export function mountBlocks(root, store) {
       context.fillRect(x + wide / 2 - half, middle - 7, 2 * half, 13);
       context.fillStyle = ink.ink;
     } else {
-      context.fillStyle = block.state === 'used' && full ? looks[0].text : ink.muted;
+      const partly = block.state === 'used' && !full; // half on the fill, half on the panel: with a halo
+      context.fillStyle = full ? looks[0].text : ink.ink;
+      if (partly) {
+        context.strokeStyle = ink.panel;
+        context.lineWidth = 3;
+        context.strokeText(words, x + wide / 2, middle);
+        context.lineWidth = 1;
+      }
     }
     context.fillText(words, x + wide / 2, middle);
     return undefined;
@@ -157,10 +164,10 @@ function free(context, x, y, width, height, ink) {
 }
 
 function cached(context, x, y, width, height, ink) {
-  outline(context, x, y, width, height, ink.muted, [2, 2]);
-  context.fillStyle = ink.muted;
+  outline(context, x, y, width, height, ink.edge, [1.5, 2]);
+  context.fillStyle = ink.edge;
   context.beginPath();
-  context.arc(x + width / 2, y + height / 2, Math.min(1.6, width / 5), 0, 7);
+  context.arc(x + width / 2, y + height / 2, Math.min(1.2, width / 5), 0, 7);
   context.fill();
 }
 

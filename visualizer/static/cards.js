@@ -4,7 +4,7 @@ import { el, figure, setText } from './dom.js';
 import { slotLetter, slotLook } from './theme.js';
 import { reasonWords } from './timeline.js';
 
-const ENDS = { stop: 'done', length: 'done, at its length limit', abort: 'stopped', error: 'failed' };
+const ENDS = { stop: 'done', length: 'done', abort: 'stopped', error: 'failed' };
 
 export function mountAnswersHead(root) {
   root.append(el('h2', {}, 'Your requests'), el('p', { class: 'glass-sentence' }, 'Only you see your text. Everyone sees the slots.'));
@@ -53,16 +53,17 @@ function makeCard(card, store, feed) {
     stop.disabled = true;
     feed.stop(card.number).catch(() => { stop.disabled = false; });
   });
+  const way = el('div', { class: 'glass-way' });
   const answer = el('div', { class: 'glass-answer', dir: 'auto' });
   const root = el('article', { class: 'glass-card', tabindex: '0' },
-    el('header', {}, badge, state, details, stop),
+    el('header', {}, badge, state, details, stop), way,
     el('div', { class: 'glass-asked', dir: 'auto', title: card.prompt.slice(0, 2000) }, card.prompt), answer);
   const isolate = () => store.isolate(store.cards.get(card.number)?.key || null);
   root.addEventListener('pointerenter', isolate);
   root.addEventListener('focusin', isolate);
   root.addEventListener('pointerleave', () => store.isolate(null));
   root.addEventListener('focusout', () => store.isolate(null));
-  return { root, badge, state, details, stop, answer };
+  return { root, badge, state, details, stop, way, answer };
 }
 
 function updateCard(node, card, store) {
@@ -75,7 +76,8 @@ function updateCard(node, card, store) {
   node.root.style.setProperty('--slot-text', look ? look.text : 'var(--glass-muted)');
   setText(node.badge, card.state === 'finished' ? (card.finish === 'abort' ? '■' : card.finish === 'error' ? '!' : '✓') : slotLetter(slot));
   setText(node.state, stateWords(card));
-  setText(node.details, detailWords(card, store.strip?.mode));
+  setText(node.details, detailWords(card));
+  setText(node.way, wayWords(card, store.strip?.mode));
   node.stop.hidden = card.state === 'finished';
   setText(node.answer, card.text + (card.error ? `\n${card.error}` : ''));
 }
@@ -89,18 +91,26 @@ function stateWords(card) {
   }
 }
 
-function detailWords(card, mode) {
+/** The numbers beside the state. */
+function detailWords(card) {
   const words = [];
   if (card.key) words.push(`#${card.key}`);
   if (card.state === 'waiting') {
     if (card.place) words.push(card.place === 1 ? 'next in line' : `${ordinal(card.place)} in line`);
-    if (card.place === 1 && card.reason) words.push(reasonWords(card.reason, mode));
   } else {
     if (card.num_output) words.push(`${card.num_output} token${card.num_output > 1 ? 's' : ''}`);
     if (card.rate) words.push(`${figure(card.rate)} tok/s`);
-    if (card.injected) words.push(`injected at step ${card.start_step}`);
-    if (card.preemptions) words.push(`▲ preempted ${card.preemptions === 1 ? 'once' : `${card.preemptions} times`}`);
   }
+  return words.join(' · ');
+}
+
+/** What is notable on its way: why it waits, how it came in, what happened to it, how it ended. */
+function wayWords(card, mode) {
+  const words = [];
+  if (card.state === 'waiting' && card.place === 1 && card.reason) words.push(reasonWords(card.reason, mode));
+  if (card.injected) words.push(`▼ injected at step ${card.start_step}`);
+  if (card.preemptions) words.push(`▲ preempted ${card.preemptions === 1 ? 'once' : `${card.preemptions} times`}`);
+  if (card.finish === 'length') words.push('ended at its length limit');
   return words.join(' · ');
 }
 

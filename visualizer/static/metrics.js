@@ -78,7 +78,7 @@ export function mountStrip(root, store) {
   function speedup(strip) {
     if (strip.speedup) {
       const [mode, times] = strip.speedup;
-      fast(`${figure(times)}×`, '', `${mode} over naive, measured here`);
+      fast(`${figure(times)}×`, '', strip.mode === 'naive' ? `${mode}, over naive` : 'over naive, measured here');
     } else {
       const naive = (strip.means.naive?.[1] || 0) >= strip.least;
       const here = (strip.mode === 'naive') !== naive; // this mode is the one that is missing

@@ -24,7 +24,7 @@ export function inks() {
   const read = (name) => style.getPropertyValue(`--glass-${name}`).trim();
   return {
     ink: read('ink'), muted: read('muted'), line: read('line'), panel: read('panel'), edge: read('edge'),
-    accent: read('accent'), alarm: read('alarm'), idle: read('idle'), font: read('font'),
+    accent: read('accent'), alarm: read('alarm'), idle: read('idle'), hatch: read('hatch'), font: read('font'),
     naive: read('naive'), static: read('static'), continuous: read('continuous'),
     forward: read('forward'), prepare: read('prepare'), sample: read('sample'), schedule: read('schedule'),
     postprocess: read('postprocess'),

@@ -7,7 +7,7 @@ const HEIGHT = 190;
 
 export function mountThroughput(root, store, links) {
   const { head, figure: note } = heading('Throughput',
-    'Output tokens a second, along the time the engine was busy. Dashed: the mean of each mode.');
+    'Output tokens a second while busy. Dashed: the mean of each mode.');
   const plot = el('div', { class: 'glass-plot', role: 'img', 'aria-label': 'Throughput by mode' });
   const empty = el('p', { class: 'glass-empty' }, 'The curve begins with the first half second of work.');
   root.append(...head, el('div', { class: 'glass-plot-frame' }, plot, empty));

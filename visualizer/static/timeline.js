@@ -6,7 +6,7 @@ import { explorable } from './tooltip.js';
 
 const LEFT = 44; // letters and the word "queue"
 const RIGHT = 30; // the queue's length
-const TOP = 4;
+const TOP = 14; // room for the name of a mode that begins, and for the marks of the first row
 const QUEUE = 22;
 const AXIS = 18;
 const COLUMN = 4; // least width of a step
@@ -153,14 +153,10 @@ export function mountTimeline(root, store) {
     for (let i = 1; i < shown.length; i += 1) {
       if (shown[i].mode === shown[i - 1].mode) continue;
       context.fillStyle = ink.ink;
-      context.fillRect(x(i) - 1, TOP - 2, 1.5, rows * row + 4);
+      context.fillRect(x(i) - 1, 2, 1.5, TOP + rows * row);
       context.textAlign = 'left';
       context.font = `600 10.5px ${ink.font}`;
-      const words = shown[i].mode;
-      context.fillStyle = ink.panel;
-      context.fillRect(x(i) + 1, TOP - 2, context.measureText(words).width + 8, 14);
-      context.fillStyle = ink.ink;
-      context.fillText(words, x(i) + 5, TOP + 5);
+      context.fillText(shown[i].mode, x(i) + 4, 6);
       context.font = `10.5px ${ink.font}`;
     }
   }
@@ -281,7 +277,7 @@ function stripes(context, x, y, width, height, look) {
 }
 
 function idle(context, x, y, width, height, ink) {
-  context.fillStyle = hatch(context, ink.edge, 5, 1);
+  context.fillStyle = hatch(context, ink.hatch, 6, 1);
   context.fillRect(x, y, width, height);
 }
 
