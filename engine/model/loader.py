@@ -155,18 +155,18 @@ def load_weights(
     if not files:
         raise ModelLoadError(f"{path} holds no .safetensors file")
     with ExitStack() as stack:
-        where, found = {}, {}
+        parts, found = {}, {}
         for file in files:
             try:
                 part = stack.enter_context(safe_open(file, framework="pt"))
             except Exception as error:  # safetensors' own exception for a damaged file is no ValueError
                 raise ModelLoadError(f"cannot read {file}: {error}") from error
             for key in part.keys():  # noqa: SIM118 -- a file handle, not a dict
-                where[key], found[key] = part, tuple(part.get_slice(key).get_shape())
+                parts[key], found[key] = part, tuple(part.get_slice(key).get_shape())
         _check_tensors(config, found)
 
         def get(key: str) -> Tensor:
-            return where[key].get_tensor(key)
+            return parts[key].get_tensor(key)
 
         return Transformer(config, get, dtype, device, linear, progress)
 
