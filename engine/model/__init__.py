@@ -1,0 +1,5 @@
+"""The model: weights in, logits out, over a packed batch and a paged KV cache.
+
+Reading order: `config` (what a model is), `transformer` (the forward pass), `rope`, `linear`, `kv_cache` and
+`attention` (its parts), then `loader`, `gguf` and `gguf_tokenizer` (how it gets here).
+"""
