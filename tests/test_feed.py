@@ -96,7 +96,9 @@ def test_frames_reproduce_the_engine(mode):
     assert [step[0] for step in eager.steps] == list(range(eager.steps[0][0], eager.steps[-1][0] + 1))
 
 
-@pytest.mark.parametrize("cursor", [None, "", "x", "abc.1", ".", "1.", "{epoch}.x", "{epoch}.-1", "{epoch}.999"])
+@pytest.mark.parametrize(
+    "cursor", [None, "", "x", "abc.1", ".", "1.", "{epoch}.x", "{epoch}.-1", "{epoch}.999"]
+)
 def test_a_cursor_that_leads_nowhere_gets_a_keyframe(cursor):
     feed = Feed(EventBus(INFO, "continuous", 0.0))
     (frame,) = poll(feed, cursor and cursor.replace("{epoch}", feed.epoch))["frames"]

@@ -142,7 +142,9 @@ def test_the_gone_are_cleaned_up(host):
     assert not visitors._by_session and not visitors._by_token
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"nonsense", b'{"have":{"1":"x"},"token":[]}', b"x" * (MAX_BODY + 1)])
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"nonsense", b'{"have":{"1":"x"},"token":[]}', b"x" * (MAX_BODY + 1)]
+)
 def test_a_strange_poll_is_harmless(client, body):
     answer = client.post(f"{BASE}/poll", content=body)
     assert answer.status_code == 200 and answer.json()["status"] == {"state": "ready"}
