@@ -96,7 +96,9 @@ def test_frames_reproduce_the_engine(mode):
     assert [step[0] for step in eager.steps] == list(range(eager.steps[0][0], eager.steps[-1][0] + 1))
 
 
-@pytest.mark.parametrize("cursor", [None, "", "x", "abc.1", ".", "1.", "{epoch}.x", "{epoch}.-1", "{epoch}.999"])
+@pytest.mark.parametrize(
+    "cursor", [None, "", "x", "abc.1", ".", "1.", "{epoch}.x", "{epoch}.-1", "{epoch}.999"]
+)
 def test_a_cursor_that_leads_nowhere_gets_a_keyframe(cursor):
     feed = Feed(EventBus(INFO, "continuous", 0.0))
     (frame,) = poll(feed, cursor and cursor.replace("{epoch}", feed.epoch))["frames"]
@@ -140,14 +142,14 @@ def test_means_are_tokens_over_busy_time():
         measures.step(step_event(step, "naive", tokens=1, waiting=3))
     for step in range(1000, 1100):  # the pause before it is nobody's busy time
         measures.step(step_event(step, "continuous", tokens=4, running=4))
-    strip = measures.strip("continuous", quiet=0.0)
-    assert strip["means"]["naive"][0] == pytest.approx(10, rel=0.02)
-    assert strip["means"]["continuous"][0] == pytest.approx(40, rel=0.03)
-    assert strip["speedup"] == ["continuous", pytest.approx(4, rel=0.05)]
+    numbers = measures.numbers("continuous", quiet=0.0)
+    assert numbers["means"]["naive"][0] == pytest.approx(10, rel=0.02)
+    assert numbers["means"]["continuous"][0] == pytest.approx(40, rel=0.03)
+    assert numbers["speedup"] == ["continuous", pytest.approx(4, rel=0.05)]
     assert measures.of("naive").idle_slot_steps == 200 * 3  # three free slots while three waited
     assert measures.of("continuous").idle_slot_steps == 0
-    assert strip["rate"] == pytest.approx(40, rel=0.01)
-    assert measures.strip("continuous", quiet=5.0)["rate"] == 0
+    assert numbers["rate"] == pytest.approx(40, rel=0.01)
+    assert measures.rate(quiet=5.0) == 0
     assert {mode for *_, mode in measures.bins} == {"naive", "continuous"}
 
 
