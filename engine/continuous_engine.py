@@ -196,7 +196,7 @@ class ContinuousEngine:
         slots: list[SlotUse] = []
         for grant in grants:
             request, num_tokens = grant
-            slot, samples = request.slot, grant.samples
+            slot, samples = request.held_slot, grant.samples
             phase: Phase = "decode" if request.is_decoding else "prefill"
             token = next(sampled) if samples else None
             if samples and token is None:

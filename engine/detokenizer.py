@@ -2,7 +2,9 @@
 
 Two things make a token's text uncertain. Its bytes may end in the middle of a character, and its
 text may be the beginning of a stop string. Both are held back until they are settled, so what was
-shown is never taken back, and all of it joined is exactly the decoding of the whole output.
+shown is never taken back, and all of it joined is exactly the decoding of the whole output. (One
+exception: decoders with byte fallback turn a whole run of byte tokens into replacement characters if any
+part of it is no UTF-8; here the valid characters at its beginning stay what they were shown as.)
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 from engine.config import EngineConfig
 from engine.continuous_engine import ContinuousEngine
-from engine.model import load_model
+from engine.model import LoadedModel, load_model
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 
@@ -28,11 +28,22 @@ class LLM:
     def __init__(
         self, model: str = "auto", *, progress: Callable[[str, float], None] | None = None, **options
     ):
-        self.config = EngineConfig(model=model, **options)
-        loaded = load_model(
-            self.config.model, dtype=self.config.dtype, device=self.config.device, progress=progress
+        config = EngineConfig(model=model, **options)
+        self._set_up(
+            load_model(config.model, dtype=config.dtype, device=config.device, progress=progress), config
         )
-        self.engine = ContinuousEngine(loaded, self.config)
+
+    @classmethod
+    def from_loaded(cls, loaded: LoadedModel, **options) -> LLM:
+        """One more engine, with its own KV cache, over a model that is loaded already."""
+        llm = cls.__new__(cls)
+        llm._set_up(loaded, EngineConfig(model=loaded.name, **options))
+        return llm
+
+    def _set_up(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        self.loaded = loaded
+        self.config = config
+        self.engine = ContinuousEngine(loaded, config)
         self.tokenizer = loaded.tokenizer
         self.model_path: Path = loaded.path
         self._ids = itertools.count()

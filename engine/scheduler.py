@@ -12,9 +12,9 @@ A step is filled in three passes:
 1. *Decode.* Every request that lacks just its newest token gets it, oldest first. If it needs a block
    and none is left, the latest arrival that runs is preempted: it gives back slot and blocks, keeps
    its tokens, and will recompute them (vLLM's preemption by recompute).
-2. *Admission.* From the head of the queue into free slots, as long as the policy, the blocks and the
-   token budget allow. The queue is strictly first come, first served within a priority, and nobody
-   overtakes a head that does not fit: it will, because those ahead of it end.
+2. *Admission.* From the head of the queue into free slots, as long as the policy and the blocks allow
+   and decoding has left some of the token budget. The queue is strictly first come, first served
+   within a priority, and nobody overtakes a head that does not fit: it will, because those inside end.
 3. *Prefill.* What is left of the budget goes half to the oldest prompts, so that none starves, and half
    to the shortest remainders, so that a short prompt does not wait behind a long one
    (chunked prefill mixed with decode: Sarathi-Serve, Agrawal et al. 2024).
@@ -196,21 +196,18 @@ class Scheduler:
     def _admit(self, schedule: Schedule, budget: int) -> None:
         batch_is_closed = self.policy.waits_for_batch and bool(self.running)
         max_slots = self.policy.max_slots or self.info.max_num_seqs
-        # Those already inside and still prefilling have the first claim on the budget.
-        budget -= sum(request.num_uncomputed_tokens for request in self.running if not request.is_decoding)
         while request := self.waiting.head():
             if batch_is_closed:
                 schedule.wait_reason = "batch"
             elif len(self.running) >= max_slots:
                 schedule.wait_reason = "slots"
-            elif budget <= 0 and not self.policy.waits_for_batch:
+            elif budget == 0:
                 schedule.wait_reason = "budget"
             elif not self._claim_blocks(request):
                 schedule.wait_reason = "blocks"
             else:
                 self._seat(request)
                 schedule.admitted.append(request)
-                budget -= request.num_uncomputed_tokens
                 continue
             return
 
@@ -257,9 +254,8 @@ class Scheduler:
         bisect.insort(self.running, request, key=lambda other: other.sort_key)
 
     def _vacate(self, request: Request) -> None:
-        assert request.slot is not None
         self.running.remove(request)
-        heapq.heappush(self._free_slots, request.slot)
+        heapq.heappush(self._free_slots, request.held_slot)
         request.slot = None
         self.pool.release(request.request_id, request.block_table)
         request.block_table, request.content_ids = [], []
@@ -273,7 +269,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError unless slots, queue and blocks agree with each other."""
         self.pool.check_integrity()
-        slots = [request.slot for request in self.running]
+        slots = [request.held_slot for request in self.running]
         assert sorted([*slots, *self._free_slots]) == list(range(self.info.max_num_seqs)), (
             "slots do not add up"
         )

@@ -18,13 +18,14 @@ GPU_FREE_FRACTION = 0.8  # the rest is for activations and the allocator
 def context_limit(loaded: LoadedModel, config: EngineConfig, num_blocks: int) -> int:
     """Most tokens of one request, prompt and output together.
 
-    Raises ValueError if `max_model_len` goes beyond what the model was made for.
+    Raises ValueError if `max_model_len` goes beyond what the model was loaded for.
     """
-    model_limit = loaded.config.max_position_embeddings
-    max_model_len = config.max_model_len or model_limit
-    if max_model_len > model_limit:
-        raise ValueError(f"max_model_len ({max_model_len}) exceeds the model's limit of {model_limit} tokens")
-    return min(max_model_len, num_blocks * config.block_size)
+    longest = config.max_model_len or loaded.max_model_len
+    if longest > loaded.max_model_len:
+        raise ValueError(
+            f"max_model_len ({longest}) exceeds the model's limit of {loaded.max_model_len} tokens"
+        )
+    return min(longest, num_blocks * config.block_size)
 
 
 def fit_num_blocks(loaded: LoadedModel, config: EngineConfig) -> int:
@@ -39,7 +40,7 @@ def fit_num_blocks(loaded: LoadedModel, config: EngineConfig) -> int:
             f"kv_cache_memory_bytes ({budget}) does not hold one KV block: {config.block_size} tokens "
             f"take {per_block} bytes"
         )
-    longest = config.max_model_len or loaded.config.max_position_embeddings
+    longest = config.max_model_len or loaded.max_model_len
     return min(budget // per_block, config.max_num_seqs * -(-longest // config.block_size))
 
 

@@ -53,7 +53,7 @@ def seen_by_engine(llm, feed: Feed) -> tuple[list, dict]:
     replica = Replica(llm.engine.events.read().keyframe)
     key = feed._tracks.key
     blocks = [
-        (b.state, tuple(key(owner) for owner in b.owners), b.index, b.ref_count, b.filled)
+        (b.state, tuple(key(owner) for owner in b.owners), b.table_index, b.ref_count, b.filled)
         for b in replica.blocks
     ]
     slots = {slot: key(owner) for slot, owner in enumerate(replica.slots) if owner}

@@ -48,14 +48,17 @@ class AttentionMetadata:
     groups: list[AttentionGroup]
 
     @classmethod
-    def build(cls, batch: Batch, config: ModelConfig, block_size: int, dtype: torch.dtype) -> AttentionMetadata:
+    def build(
+        cls, batch: Batch, config: ModelConfig, block_size: int, dtype: torch.dtype
+    ) -> AttentionMetadata:
         """Plan from the lengths, Python ints; build indices and masks on the batch's device."""
         device = batch.token_ids.device
+        split_saves = SPLIT_SAVES.get(device.type, SPLIT_SAVES["cuda"])
         starts = [0]
         for length in batch.query_lens:
             starts.append(starts[-1] + length)
         groups = []
-        for members in group_requests(batch.query_lens, batch.context_lens, SPLIT_SAVES.get(device.type, 16384)):
+        for members in group_requests(batch.query_lens, batch.context_lens, split_saves):
             query_len = batch.query_lens[members[0]]
             longest = max(batch.context_lens[r] for r in members)
             blocks_each = -(-longest // block_size)

@@ -1,0 +1,143 @@
+"""The background runner: many callers, one engine thread, nothing lost and nobody left hanging."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from engine import EngineRunner, SamplingParams
+from tests.support import assert_clean, assert_solo, greedy, tiny_llm
+
+
+@pytest.fixture
+def runner():
+    llm = tiny_llm()
+    runner = EngineRunner(llm.engine)
+    runner.llm = llm
+    yield runner
+    runner.shutdown(drain=False, timeout=20)
+    assert_clean(llm)
+
+
+def test_many_threads_submit_and_each_gets_its_own(runner):
+    results = {}
+
+    def client(number):
+        handle = runner.submit([number, number + 1], greedy(12))
+        results[number] = [token for delta in handle for token in delta.outputs[0].token_ids]
+
+    threads = [threading.Thread(target=client, args=(n,)) for n in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(results) == 12
+    for number, tokens in results.items():
+        assert len(tokens) == 12
+        assert_solo([number, number + 1], tokens)
+
+
+def test_async_iteration_gets_every_delta(runner):
+    async def client(number):
+        handle = runner.submit([number], greedy(10))
+        return [token async for delta in handle for token in delta.outputs[0].token_ids]
+
+    async def clients():
+        return await asyncio.wait_for(asyncio.gather(*(client(n) for n in range(8))), 30)
+
+    for number, tokens in enumerate(asyncio.run(clients())):
+        assert len(tokens) == 10
+        assert_solo([number], tokens)
+
+
+def test_handle_shows_the_whole_so_far(runner):
+    handle = runner.submit("hello", greedy(20))
+    output = handle.result(timeout=20)
+    assert output.outputs[0].text == handle.text
+    assert handle.num_output_tokens == 20 and handle.finished and handle.finish_reason == "length"
+    metrics = output.metrics
+    assert metrics.arrival_time <= metrics.first_token_time <= metrics.finish_time
+
+
+def test_refused_requests_raise_at_once_and_queue_nothing(runner):
+    with pytest.raises(ValueError, match="empty"):
+        runner.submit_all([([1], greedy(3)), ("", greedy(3))])
+    with pytest.raises(ValueError, match="max_tokens"):
+        runner.submit([1], SamplingParams(max_tokens=-1))
+    with pytest.raises(ValueError, match="unknown mode"):
+        runner.set_mode("warp")
+    assert runner.submit([1], greedy(2)).result(20).finished
+    assert sum(runner.stats().num_finished.values()) == 1
+
+
+def test_abort_waiting_and_running(runner):
+    handles = runner.submit_all([([n], greedy(400)) for n in range(8)])  # four run, four wait
+    next(iter(handles[0]))
+    for handle in (handles[0], handles[7]):
+        handle.abort()
+        handle.abort()
+        assert handle.result(20).outputs[0].finish_reason == "abort"
+    for handle in handles[1:7]:
+        handle.abort()
+    assert all(handle.result(20).finished for handle in handles)
+    runner.check_integrity(20)
+
+
+def test_mode_switch_and_pause_and_single_steps(runner):
+    runner.pause()
+    handles = runner.submit_all([([n], greedy(6)) for n in range(3)])
+    assert runner.step_once(20) and runner.stats().num_running == 3
+    runner.set_mode("naive")
+    runner.step_once(20)
+    assert (runner.stats().mode, runner.stats().num_running) == ("naive", 1)
+    runner.resume()
+    for number, handle in enumerate(handles):
+        assert_solo([number], handle.result(20).outputs[0].token_ids)
+
+
+def test_exception_in_a_step_fails_its_requests_and_the_thread_lives(runner, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.llm.engine._runner, "forward", lambda batch: 1 / 0)
+        output = runner.submit([1], greedy(5)).result(20)
+        assert output.outputs[0].finish_reason == "error" and "division" in output.error
+    assert_solo([1], runner.submit([1], greedy(5)).result(20).outputs[0].token_ids)
+    assert runner.healthy
+
+
+def test_exception_in_the_engines_own_books_fails_all_and_says_so(runner, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.llm.engine._scheduler, "schedule", lambda: 1 / 0)
+        outputs = [handle.result(20) for handle in runner.submit_all([([1], greedy(5)), ([2], greedy(5))])]
+        assert [output.outputs[0].finish_reason for output in outputs] == ["error", "error"]
+    assert runner.healthy  # the books still add up, so work goes on
+    assert runner.submit([1], greedy(2)).result(20).outputs[0].finish_reason == "length"
+
+
+def test_shutdown_drains():
+    llm = tiny_llm()
+    runner = EngineRunner(llm.engine)
+    handles = runner.submit_all([([n], greedy(15)) for n in range(6)])
+    runner.shutdown(drain=True, timeout=30)
+    assert all(handle.finish_reason == "length" for handle in handles)
+    with pytest.raises(RuntimeError, match="shut down"):
+        runner.submit([1], greedy(1))
+    assert_clean(llm)
+
+
+def test_shutdown_without_draining_ends_everything_soon():
+    runner = EngineRunner(tiny_llm().engine)
+    handles = runner.submit_all([([n], greedy(400)) for n in range(8)])
+    runner.shutdown(drain=False, timeout=30)
+    assert {handle.result(5).outputs[0].finish_reason for handle in handles} == {"abort"}
+
+
+def test_idle_runner_waits_without_spinning():
+    runner = EngineRunner(tiny_llm().engine)
+    runner.submit([1], greedy(2)).result(20)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.25
+    runner.shutdown(timeout=20)
