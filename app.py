@@ -18,7 +18,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mode", default="continuous", choices=["naive", "static", "continuous"])
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--max-num-seqs", type=int, default=16, help="slots: requests that run at once")
-    parser.add_argument("--num-blocks", type=int, default=160, help="KV blocks of 16 tokens")
+    parser.add_argument("--num-blocks", type=int, default=128, help="KV blocks of 16 tokens")
     parser.add_argument("--max-model-len", type=int, default=512, help="tokens of prompt and answer together")
     parser.add_argument("--host", default="0.0.0.0" if on_space else "127.0.0.1")
     parser.add_argument("--port", type=int, default=int(os.environ.get("PORT", "7860")))

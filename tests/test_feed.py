@@ -142,14 +142,14 @@ def test_means_are_tokens_over_busy_time():
         measures.step(step_event(step, "naive", tokens=1, waiting=3))
     for step in range(1000, 1100):  # the pause before it is nobody's busy time
         measures.step(step_event(step, "continuous", tokens=4, running=4))
-    strip = measures.strip("continuous", quiet=0.0)
-    assert strip["means"]["naive"][0] == pytest.approx(10, rel=0.02)
-    assert strip["means"]["continuous"][0] == pytest.approx(40, rel=0.03)
-    assert strip["speedup"] == ["continuous", pytest.approx(4, rel=0.05)]
+    numbers = measures.numbers("continuous", quiet=0.0)
+    assert numbers["means"]["naive"][0] == pytest.approx(10, rel=0.02)
+    assert numbers["means"]["continuous"][0] == pytest.approx(40, rel=0.03)
+    assert numbers["speedup"] == ["continuous", pytest.approx(4, rel=0.05)]
     assert measures.of("naive").idle_slot_steps == 200 * 3  # three free slots while three waited
     assert measures.of("continuous").idle_slot_steps == 0
-    assert strip["rate"] == pytest.approx(40, rel=0.01)
-    assert measures.strip("continuous", quiet=5.0)["rate"] == 0
+    assert numbers["rate"] == pytest.approx(40, rel=0.01)
+    assert measures.rate(quiet=5.0) == 0
     assert {mode for *_, mode in measures.bins} == {"naive", "continuous"}
 
 

@@ -209,7 +209,7 @@ class Feed:
         size = replica.info.block_size
         empty = sum(size - block.filled for block in replica.blocks if block.owners)
         return {
-            **self._measures.strip(replica.mode, quiet),
+            **self._measures.numbers(replica.mode, quiet),
             "running": len(replica.requests) - len(self._places),
             "waiting": len(self._places),
             "reason": self._wait_reason if self._places else "",

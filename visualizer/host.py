@@ -75,6 +75,8 @@ class EngineHost:
 
     def status(self) -> dict[str, Any]:
         """What a page says while there is no engine, as JSON data."""
+        if self.state == "ready" and not self.runner.healthy:
+            return {"state": "failed", "error": "The engine stopped after an internal error (see the terminal)."}
         if self.state == "ready":
             return {"state": "ready"}
         if self.state == "failed":

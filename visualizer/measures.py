@@ -118,7 +118,7 @@ class Measures:
             return mode, others[mode]
         return max(others.items(), key=lambda item: item[1]) if mode == "naive" and others else None
 
-    def strip(self, mode: str, quiet: float) -> dict[str, Any]:
+    def numbers(self, mode: str, quiet: float) -> dict[str, Any]:
         """The numbers of the metric strip, as JSON data."""
         last, totals = self._last, self.of(mode)
         fast = self.speedup(mode)

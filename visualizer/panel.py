@@ -41,15 +41,26 @@ import(base + 'static/%(version)s/main.js').then((page) => {
 });
 """
 
+# Empties the box in the moment of sending, so that the next prompt can be typed at once. If this one is
+# refused, the hub brings it back.
+_TAKE_PROMPT_JS = """
+(text, ...options) => {
+  const box = document.querySelector('#glass-prompt textarea');
+  box.value = '';
+  box.dispatchEvent(new Event('input', { bubbles: true }));
+  return [text, ...options];
+}
+"""
+
 
 def build_page(host: EngineHost, version: str, plotly_version: str) -> gr.Blocks:
     """The Gradio app. `version` names the scripts, so that a browser never mixes two releases."""
     serial = itertools.count(1)
 
-    def hub_value(request: gr.Request, notice: str = "") -> dict[str, Any]:
+    def hub_value(request: gr.Request, notice: str = "", refused: str = "") -> dict[str, Any]:
         """What the hub tells one page. The serial makes each value new, so that none is overlooked."""
         token = host.visitors.open(request.session_hash) if host.state == "ready" else ""
-        return {"token": token, "notice": notice, "serial": next(serial)}
+        return {"token": token, "notice": notice, "refused": refused, "serial": next(serial)}
 
     def ask(request: gr.Request, make_prompts: Callable[[], list[Prompt]]) -> str:
         """Submit prompts; the notice to show, empty if all went well."""
@@ -74,7 +85,7 @@ def build_page(host: EngineHost, version: str, plotly_version: str) -> gr.Blocks
             return [Prompt(text, host.chat_ids(text), params)]
 
         notice = ask(request, prompts)
-        return text if notice else "", hub_value(request, notice)
+        return hub_value(request, notice, refused=text.strip() if notice else "")
 
     def send_examples(examples: tuple[Example, ...]):
         def handler(temperature: float, request: gr.Request):
@@ -176,7 +187,13 @@ def build_page(host: EngineHost, version: str, plotly_version: str) -> gr.Blocks
             "api_visibility": "private",
             "trigger_mode": "multiple",
         }
-        sending = {"fn": send, "inputs": [prompt, max_tokens, temperature], "outputs": [prompt, hub], **quick}
+        sending = {
+            "fn": send,
+            "inputs": [prompt, max_tokens, temperature],
+            "outputs": [hub],
+            "js": _TAKE_PROMPT_JS,
+            **quick,
+        }
         prompt.submit(**sending)
         send_button.click(**sending)
         eight.click(send_examples(EXAMPLES[:8]), [temperature], [hub], **quick)

@@ -52,7 +52,7 @@ def build_routes(host: EngineHost, static: StaticFiles) -> APIRouter:
 
     def public(cursor: str | None) -> str:
         members = f'"status":{dumps(host.status())}'
-        return f"{members},{host.feed.read(cursor)}" if host.state == "ready" else members
+        return f"{members},{host.feed.read(cursor)}" if host.feed else members
 
     @router.get("/feed")
     def feed(cursor: str | None = None) -> Response:

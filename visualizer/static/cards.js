@@ -20,7 +20,7 @@ export function mountCards(root, store, feed) {
     setText(empty, emptyWords(store));
     empty.hidden = store.cards.size > 0;
     for (const [number, node] of nodes) {
-      if (!store.cards.has(number)) {
+      if (store.cards.get(number) !== node.card) {
         node.root.remove();
         nodes.delete(number);
       }
@@ -58,12 +58,12 @@ function makeCard(card, store, feed) {
   const root = el('article', { class: 'glass-card', tabindex: '0' },
     el('header', {}, badge, state, details, stop), way,
     el('div', { class: 'glass-asked', dir: 'auto', title: card.prompt.slice(0, 2000) }, card.prompt), answer);
-  const isolate = () => store.isolate(store.cards.get(card.number)?.key || null);
+  const isolate = () => store.isolate(card.key || null);
   root.addEventListener('pointerenter', isolate);
   root.addEventListener('focusin', isolate);
   root.addEventListener('pointerleave', () => store.isolate(null));
   root.addEventListener('focusout', () => store.isolate(null));
-  return { root, badge, state, details, stop, way, answer };
+  return { card, root, badge, state, details, stop, way, answer };
 }
 
 function updateCard(node, card, store) {

@@ -56,12 +56,11 @@ export class Feed {
   async poll() {
     if (document.hidden || !this.root.isConnected) return;
     this.inFlight = true;
+    const token = this.token;
     try {
-      const answer = await this.post('poll', {
-        cursor: this.cursor, token: this.token, have: this.store.have(),
-      });
+      const answer = await this.post('poll', { cursor: this.cursor, token, have: this.store.have() });
       this.failures = 0;
-      this.take(answer);
+      this.take(answer, token);
     } catch {
       this.failures += 1;
       if (this.failures > 1) this.store.link = { state: 'lost' };
@@ -76,11 +75,12 @@ export class Feed {
     }
   }
 
-  take(answer) {
+  take(answer, token) {
     this.store.link = answer.status;
     if (answer.status.state !== 'ready') return;
     for (const frame of answer.frames) this.store.applyFrame(frame);
     this.cursor = answer.cursor;
+    if (token !== this.token) return; // it changed meanwhile: these are not our cards any more
     if (answer.own) this.store.applyOwn(answer.own);
     else this.renew(); // no token yet, or the server was started anew and does not know it
   }

@@ -13,7 +13,7 @@ import { mountTimeline } from './timeline.js';
 
 const NOTICE_MS = 12000;
 
-/** Start the page. Returns what takes the values that Python sends: {token, notice}. */
+/** Start the page. Returns what takes the values that Python sends: {token, notice, refused}. */
 export function start(hub, links) {
   const store = new Store();
   const feed = new Feed(store, links, hub);
@@ -35,14 +35,23 @@ export function start(hub, links) {
   feed.poll();
 
   let clearing = 0;
-  return ({ token, notice }) => {
+  return ({ token, notice, refused }) => {
     feed.setToken(token);
+    if (refused) giveBack(refused);
     const box = place('notice');
     setText(box, notice || '');
     clearTimeout(clearing);
     if (notice) clearing = setTimeout(() => setText(box, ''), NOTICE_MS);
     feed.soon();
   };
+}
+
+/** Put a refused prompt back into its box, unless the visitor is typing the next one already. */
+function giveBack(text) {
+  const box = document.querySelector('#glass-prompt textarea');
+  if (box.value) return;
+  box.value = text;
+  box.dispatchEvent(new Event('input', { bubbles: true }));
 }
 
 /** A banner over the panels while there is nothing live to show: loading, failed, or out of touch. */
@@ -60,7 +69,7 @@ function mountBanner(before, store) {
       setText(words, `Loading the model: ${stage}`);
       bar.value = fraction;
     } else if (state === 'failed') {
-      setText(words, `The model could not be loaded. ${error} Fix this, then start the server again.`);
+      setText(words, `There is no engine to answer. ${error} Once that is mended, start the server again.`);
     } else if (state === 'lost') {
       setText(words, 'The server does not answer. What you see is the last known state; this page goes on by itself.');
     }
