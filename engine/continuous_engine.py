@@ -196,7 +196,7 @@ class ContinuousEngine:
         slots: list[SlotUse] = []
         for grant in grants:
             request, num_tokens = grant
-            slot, samples = request.slot, grant.samples
+            slot, samples = request.held_slot, grant.samples
             phase: Phase = "decode" if request.is_decoding else "prefill"
             token = next(sampled) if samples else None
             if samples and token is None:
@@ -267,6 +267,7 @@ class ContinuousEngine:
 
     def _fail(self, request: Request, error: str) -> RequestOutput:
         request.error = error
+        self._runner.scrub([b for b in request.block_table if self._pool.ref_count(b) == 1])
         return self._stop_short(request, "error")
 
     def _stop_short(self, request: Request, reason: str) -> RequestOutput:

@@ -69,14 +69,14 @@ class BlockDelta(NamedTuple):
     """The new state of one physical block.
 
     state: "free", "reserved" (owned, nothing written yet), "used" (owned), "cached" (idle, hittable).
-    owners: ids of the requests that hold it. index: its place in their block tables, the same for
+    owners: ids of the requests that hold it. table_index: its place in their block tables, the same for
     all of them because a shared block is always the same piece of the same prefix; -1 without owner.
     """
 
     block: int
     state: BlockState
     owners: tuple[str, ...]
-    index: int
+    table_index: int
     ref_count: int
     filled: int  # tokens written, 0 to block_size
 
@@ -241,7 +241,7 @@ class Replica:
         tables: dict[str, dict[int, int]] = {}
         for delta in self.blocks:
             for owner in delta.owners:
-                tables.setdefault(owner, {})[delta.index] = delta.block
+                tables.setdefault(owner, {})[delta.table_index] = delta.block
         return {owner: [table[i] for i in sorted(table)] for owner, table in tables.items()}
 
 

@@ -61,7 +61,7 @@ class Journal:
         scheduler, pool = self._scheduler, self._scheduler.pool
         worked = {use.slot for use in slots}
         held = [
-            SlotUse(r.slot, r.request_id, "prefill", 0, r.num_computed_tokens, len(r.token_ids), 0)
+            SlotUse(r.held_slot, r.request_id, "prefill", 0, r.num_computed_tokens, len(r.token_ids), 0)
             for r in scheduler.running
             if r.slot not in worked
         ]

@@ -57,6 +57,12 @@ class Request:
         self.token_ids = list(self.prompt_token_ids)
 
     @property
+    def held_slot(self) -> int:
+        """The slot of a running request."""
+        assert self.slot is not None, f"{self.request_id} is not running"
+        return self.slot
+
+    @property
     def was_admitted(self) -> bool:
         """It had a slot before."""
         return self.num_cached_tokens is not None

@@ -254,9 +254,8 @@ class Scheduler:
         bisect.insort(self.running, request, key=lambda other: other.sort_key)
 
     def _vacate(self, request: Request) -> None:
-        assert request.slot is not None
         self.running.remove(request)
-        heapq.heappush(self._free_slots, request.slot)
+        heapq.heappush(self._free_slots, request.held_slot)
         request.slot = None
         self.pool.release(request.request_id, request.block_table)
         request.block_table, request.content_ids = [], []
@@ -270,7 +269,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError unless slots, queue and blocks agree with each other."""
         self.pool.check_integrity()
-        slots = [request.slot for request in self.running]
+        slots = [request.held_slot for request in self.running]
         assert sorted([*slots, *self._free_slots]) == list(range(self.info.max_num_seqs)), (
             "slots do not add up"
         )

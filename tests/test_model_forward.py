@@ -6,9 +6,8 @@ import random
 
 import pytest
 import torch
-from tiny_models import TINY_CONFIGS, Driver, tiny_model, tiny_reference
 
-from engine.model.linear import PackedLinear, PlainLinear, packing_works
+from tests.tiny_models import TINY_CONFIGS, Driver, tiny_model, tiny_reference
 
 
 @torch.inference_mode()

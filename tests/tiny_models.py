@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from gguf import GGUFWriter
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from engine.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.kv_cache import KVCache
 from engine.model.transformer import Transformer
+
+# Tiny matrices gain nothing from a second thread, and on a busy machine lose much by waiting for it.
+torch.set_num_threads(1)
 
 SHAPE = {
     "hidden_size": 48,
@@ -30,7 +44,12 @@ def _rope(kind: str, **numbers) -> dict:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **numbers}}
 
 
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
 
 TINY_CONFIGS = {
@@ -54,7 +73,7 @@ TINY_CONFIGS = {
 
 
 def tiny_reference(name: str, seed: int = 0) -> PreTrainedModel:
-    """The transformers model, float32, with every weight (norms and biases too) random and far from trivial."""
+    """The transformers model, float32, with every weight, norms and biases too, far from its default."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(TINY_CONFIGS[name](), dtype=torch.float32).eval()
     with torch.no_grad():
@@ -97,7 +116,9 @@ class Driver:
                 table.append(self.free.pop())
             tokens += part
             positions += range(done, end)
-            slots += [table[p // self.block_size] * self.block_size + p % self.block_size for p in range(done, end)]
+            for position in range(done, end):
+                block, offset = divmod(position, self.block_size)
+                slots.append(table[block] * self.block_size + offset)
             query_lens.append(len(part))
             context_lens.append(end)
             rows += range(len(tokens) - (wanted or {}).get(request, 1), len(tokens))
@@ -117,3 +138,66 @@ class Driver:
 
     def step(self, parts: dict[int, list[int]], wanted: dict[int, int] | None = None) -> torch.Tensor:
         return self.model(self.batch(parts, wanted), self.cache)
+
+
+GGUF_NAMES = {
+    "embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+}
+
+
+def write_gguf(reference: PreTrainedModel, file: Path, rope_freqs: list[float] | None = None) -> None:
+    """Write the model as an F16 GGUF file as llama.cpp's converter does, with a byte-level toy vocabulary."""
+    config = reference.config
+    family = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    writer = GGUFWriter(file, family)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2" if "qwen" in family else "smollm")
+    tokens = ["<|end|>", "<|start|>", "<|stop|>", "Ġa", "Ġ", *sorted({*ByteLevel.alphabet()} - {"Ġ"})]
+    tokens = tokens[: config.vocab_size]
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["Ġ a"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(0)
+    writer.add_chat_template("{% for m in messages %}<|start|>{{ m['content'] }}<|stop|>{% endfor %}")
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, dtype=np.float32))
+    for name, tensor in reference.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        stem, kind = name.rsplit(".", 1)
+        part = next(ours for theirs, ours in GGUF_NAMES.items() if stem.endswith(theirs))
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(part)
+        if heads and family == "llama":  # llama.cpp turns neighbouring rows; its converter reorders for that
+            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        layer = f"blk.{name.split('.')[2]}." if "layers" in name else ""
+        stored = tensor.half() if tensor.ndim > 1 else tensor
+        writer.add_tensor(f"{layer}{part}.{kind}", stored.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

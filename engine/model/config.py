@@ -70,7 +70,7 @@ class ModelConfig:
         num_heads = hf.num_attention_heads
         num_kv_heads = hf.num_key_value_heads or num_heads
         if num_heads % num_kv_heads:
-            raise ValueError(f"num_attention_heads={num_heads} is not a multiple of {num_kv_heads} key/value heads")
+            raise ValueError(f"{num_heads} heads cannot evenly share {num_kv_heads} key/value heads")
         return cls(
             architecture=ARCHITECTURES[family],
             hidden_size=hf.hidden_size,
@@ -132,7 +132,7 @@ def _rope_parameters(hf: Any) -> dict[str, Any]:
     if kind not in ROPE_TYPES:
         raise ValueError(f"unsupported rope type {kind!r}; supported are {', '.join(ROPE_TYPES)}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"unsupported partial_rotary_factor={rope['partial_rotary_factor']}; supported is 1.0")
+        raise ValueError(f"unsupported partial_rotary_factor={rope['partial_rotary_factor']}, not 1.0")
     if rope.get("rope_theta") is None:
         rope["rope_theta"] = getattr(hf, "rope_theta", None) or 10000.0
     if kind in ("llama3", "yarn"):

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .config import ARCHITECTURES, ModelConfig
-from .gguf_tokenizer import build_tokenizer
-from .rope import rope_frequencies
+from engine.model.config import ARCHITECTURES, ModelConfig
+from engine.model.gguf_tokenizer import build_tokenizer
+from engine.model.rope import rope_frequencies
 
 CONVERTER_VERSION = 1  # part of the cache key: raise it when the written folder changes
 MODEL_TYPES = ("llama", "qwen2", "qwen3")  # in GGUF and transformers alike; Mistral's files say "llama"
@@ -110,7 +110,10 @@ def _write_folder(file: Path, folder: Path, progress: Callable[[str, float], Non
 
 
 def write_safetensors(
-    file: Path, shapes: dict[str, tuple[int, ...]], read: Callable[[str], np.ndarray], progress: Callable[[float], None]
+    file: Path,
+    shapes: dict[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+    progress: Callable[[float], None],
 ) -> None:
     """Write float32 tensors one at a time, so that memory holds only one; `read(name)` supplies each.
 
@@ -137,7 +140,7 @@ def _unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _hf_name(name: str) -> str:
-    """"blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight"."""
+    """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight"."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in TENSOR_NAMES:
         raise ValueError(f"unsupported tensor {name!r} in the GGUF file")
@@ -152,7 +155,7 @@ class Metadata:
         self.fields = reader.fields
         self.architecture: str = self.get("general.architecture", "")
         if self.architecture not in MODEL_TYPES:
-            raise ValueError(f"unsupported GGUF architecture {self.architecture!r}; supported are {[*MODEL_TYPES]}")
+            raise ValueError(f"unsupported GGUF architecture {self.architecture!r}, not one of {MODEL_TYPES}")
 
     def get(self, key: str, default: Any = None) -> Any:
         field = self.fields.get(key)
@@ -201,7 +204,7 @@ def _hf_config(metadata: Metadata, tensors: dict[str, Any]) -> Any:
 
 
 def _rope_settings(metadata: Metadata, tensors: dict[str, Any]) -> dict[str, Any]:
-    settings: dict[str, Any] = {"rope_theta": metadata.model("rope.freq_base", 10000.0), "rope_type": "default"}
+    settings: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.model("rope.freq_base", 1e4)}
     kind = metadata.model("rope.scaling.type", "none")
     if "rope_freqs.weight" in tensors:
         # Llama 3.1's scaling comes as one divisor a channel; the slowest channels carry the factor.
@@ -223,4 +226,4 @@ def _check_llama3(config: Any, divisors: np.ndarray) -> None:
     scaled = ModelConfig.from_hf(config)
     assumed = rope_frequencies(replace(scaled, rope_scaling=None))[0] / rope_frequencies(scaled)[0]
     if not torch.allclose(assumed, torch.from_numpy(divisors), rtol=1e-3):
-        raise ValueError("unsupported rope_freqs.weight in the GGUF file: not the scaling of Llama 3.1 and 3.2")
+        raise ValueError("unsupported rope_freqs.weight in the GGUF file: not Llama 3.1's scaling")

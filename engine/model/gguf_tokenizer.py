@@ -1,7 +1,8 @@
 """The tokenizer that a GGUF file describes, as a `transformers` tokenizer.
 
 A GGUF file holds the vocabulary, merges, special ids and chat template, but how text is cut before merging
-only as a name ("tokenizer.ggml.pre"). A wrong cut gives ids that are almost right, so an unknown name is refused.
+only as a name ("tokenizer.ggml.pre"). A wrong cut gives ids that are almost right, so an unknown name is
+refused.
 """
 
 from __future__ import annotations
@@ -11,7 +12,12 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # the values of "tokenizer.ggml.token_type" that matter here
+NORMAL, CONTROL, USER_DEFINED, UNUSED = (
+    1,
+    3,
+    4,
+    5,
+)  # the values of "tokenizer.ggml.token_type" that matter here
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -19,7 +25,7 @@ _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
 
 
-def _split(pattern: str) -> list:
+def _split(pattern: str) -> list[Any]:
     return [
         pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
@@ -27,8 +33,8 @@ def _split(pattern: str) -> list:
 
 
 # How each kind of byte-level vocabulary cuts text, as in the tokenizer.json of the models it comes from.
-_GPT2 = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-PRE_TOKENIZERS = {
+_GPT2: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+PRE_TOKENIZERS: dict[str, list[Any]] = {
     "default": _GPT2,
     "gpt-2": _GPT2,
     "smollm": [pre_tokenizers.Digits(individual_digits=True), *_GPT2],
@@ -49,19 +55,25 @@ def build_tokenizer(get: Callable[..., Any]) -> Any:
 
     tokens: list[str] = get("tokenizer.ggml.tokens")
     kind = get("tokenizer.ggml.model")
+    types: list[int] = get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    # Unused entries only pad the model's vocabulary; text never becomes one.
+    vocabulary = {t: index for index, (t, k) in enumerate(zip(tokens, types, strict=True)) if k != UNUSED}
     if kind == "gpt2":
-        tokenizer = _byte_level(tokens, get("tokenizer.ggml.merges"), get("tokenizer.ggml.pre", "default"))
+        tokenizer = _byte_level(
+            vocabulary, get("tokenizer.ggml.merges"), get("tokenizer.ggml.pre", "default")
+        )
     elif kind == "llama":
-        tokenizer = _sentencepiece(tokens, get("tokenizer.ggml.scores"), get("tokenizer.ggml.add_space_prefix", True))
+        scores, prefix = get("tokenizer.ggml.scores"), get("tokenizer.ggml.add_space_prefix", True)
+        tokenizer = _sentencepiece(vocabulary, scores, prefix)
     else:
         raise ValueError(f"unsupported tokenizer {kind!r} in the GGUF file; supported are 'gpt2' and 'llama'")
-    types = get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
-    tokenizer.add_special_tokens(
-        [AddedToken(t, normalized=False, special=True) for t, k in zip(tokens, types, strict=True) if k == CONTROL]
-    )
-    tokenizer.add_tokens(
-        [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == USER_DEFINED]
-    )
+
+    def of_type(wanted: int, special: bool) -> list[AddedToken]:
+        found = (token for token, kind in zip(tokens, types, strict=True) if kind == wanted)
+        return [AddedToken(token, normalized=False, special=special) for token in found]
+
+    tokenizer.add_special_tokens(of_type(CONTROL, special=True))
+    tokenizer.add_tokens(of_type(USER_DEFINED, special=False))
 
     def special(name: str) -> str | None:
         index = get(f"tokenizer.ggml.{name}_token_id")
@@ -83,11 +95,10 @@ def build_tokenizer(get: Callable[..., Any]) -> Any:
     )
 
 
-def _byte_level(tokens: list[str], merges: list[str], pre: str) -> Tokenizer:
+def _byte_level(vocabulary: dict[str, int], merges: list[str], pre: str) -> Tokenizer:
     """GPT-2's scheme: bytes written as printable characters, then byte-pair merges."""
     if pre not in PRE_TOKENIZERS:
-        raise ValueError(f"unsupported pre-tokenizer {pre!r} in the GGUF file; supported are {[*PRE_TOKENIZERS]}")
-    vocabulary = {token: index for index, token in enumerate(tokens)}
+        raise ValueError(f"unsupported GGUF pre-tokenizer {pre!r}, not one of {[*PRE_TOKENIZERS]}")
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
     if "qwen" in pre:
@@ -97,19 +108,18 @@ def _byte_level(tokens: list[str], merges: list[str], pre: str) -> Tokenizer:
     return tokenizer
 
 
-def _sentencepiece(tokens: list[str], scores: list[float], space_prefix: bool) -> Tokenizer:
+def _sentencepiece(vocabulary: dict[str, int], scores: list[float], space_prefix: bool) -> Tokenizer:
     """SentencePiece's BPE: the file has no merges, so every way to split a token is one, best score first."""
-    vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = []
-    for token, score in zip(tokens, scores, strict=True):
+    for token, index in vocabulary.items():
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in vocabulary and right in vocabulary:
-                merges.append((-score, vocabulary[left], vocabulary[right], (left, right)))
+                merges.append((-scores[index], vocabulary[left], vocabulary[right], (left, right)))
     merges.sort()
-    tokenizer = Tokenizer(
-        models.BPE(vocabulary, [pair for *_, pair in merges], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
+    pairs = [pair for *_, pair in merges]
+    bpe = models.BPE(vocab=vocabulary, merges=pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(bpe)
     prepend = [normalizers.Prepend("▁")] if space_prefix else []
     strip = [decoders.Strip(" ", 1, 0)] if space_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .config import ModelConfig
+from engine.model.config import ModelConfig
 
 
 class KVCache:
@@ -21,7 +21,12 @@ class KVCache:
     """
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         """num_blocks: usable blocks; block_size: tokens a block. Raises ValueError if either is below 1."""
         if num_blocks < 1 or block_size < 1:
@@ -45,6 +50,11 @@ class KVCache:
         """Store keys_values [T, 2, kv_heads, head_dim] at slots, int64 [T]."""
         rows = self.layers[layer].view(-1, 2 * self.num_kv_heads * self.head_dim)
         rows.index_copy_(0, slots, keys_values.reshape(len(slots), -1))
+
+    def clear(self, blocks: list[int]) -> None:
+        """Zero these blocks: for those of a request whose numbers overflowed, before anyone reuses them."""
+        for layer in self.layers:
+            layer[blocks] = 0
 
     def gather(self, layer: int, blocks: Tensor, requests: int) -> tuple[Tensor, Tensor]:
         """K and V of `requests` requests, each [requests, kv_heads, context, head_dim].

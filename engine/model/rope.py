@@ -7,11 +7,13 @@ are computed for the positions of a step, once for all layers; there is no table
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .config import ModelConfig
+from engine.model.config import ModelConfig
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
@@ -28,7 +30,7 @@ def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     return _yarn(frequencies, config)
 
 
-def _llama3(frequencies: Tensor, scaling) -> Tensor:
+def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Llama 3.1: slow channels are slowed by `factor`, fast ones kept, those between blended."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
@@ -45,7 +47,8 @@ def _yarn(frequencies: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
 
     def channel_that_turns(times: float) -> float:
         """The (fractional) channel pair that makes this many turns over the original context."""
-        return config.head_dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+        turns = original / (times * 2 * math.pi)
+        return config.head_dim * math.log(turns) / (2 * math.log(config.rope_theta))
 
     first = channel_that_turns(scaling.get("beta_fast") or 32)
     last = channel_that_turns(scaling.get("beta_slow") or 1)
@@ -62,12 +65,15 @@ def _yarn(frequencies: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        paired = mscale and all_dim
-        attention_factor = temperature(mscale) / temperature(all_dim) if paired else temperature(1.0)
+        attention_factor = temperature(1.0)
+        if mscale and all_dim:
+            attention_factor = temperature(mscale) / temperature(all_dim)
     return stretched, float(attention_factor)
 
 
-def rope_cos_sin(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_cos_sin(
+    positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Cosine and signed sine for `apply_rope`, both [T, 1, head_dim]. positions: int64 [T].
 
     Angles are float32 whatever the model's dtype: bfloat16 cannot even count to 257.

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..batch import Batch
-from .attention import AttentionMetadata, paged_attention
-from .config import ModelConfig
-from .kv_cache import KVCache
-from .linear import LinearFactory, choose_linear
-from .rope import apply_rope, rope_cos_sin, rope_frequencies
+from engine.batch import Batch
+from engine.model.attention import AttentionMetadata, paged_attention
+from engine.model.config import ModelConfig
+from engine.model.kv_cache import KVCache
+from engine.model.linear import LinearFactory, choose_linear
+from engine.model.rope import apply_rope, rope_cos_sin, rope_frequencies
 
 GetTensor = Callable[[str], Tensor]
 
@@ -26,14 +26,21 @@ GetTensor = Callable[[str], Tensor]
 class Layer(nn.Module):
     """One decoder layer: attention and a gated MLP, each added to the residual stream."""
 
-    def __init__(self, index: int, config: ModelConfig, get: GetTensor, place: Callable, linear: LinearFactory):
+    def __init__(
+        self,
+        index: int,
+        config: ModelConfig,
+        get: GetTensor,
+        place: Callable[[Tensor], Tensor],
+        linear: LinearFactory,
+    ) -> None:
         """get(name) returns a checkpoint's tensor; place(tensor) gives it the model's dtype and device."""
         super().__init__()
         self.index, self.config = index, config
         prefix = f"model.layers.{index}."
 
         def build(names: list[str], has_bias: bool, norm: str | None = None) -> nn.Module:
-            """One linear layer from several stacked on their output side, an input norm's weight folded in."""
+            """One linear layer out of several with the same input, whose norm's weight is folded in."""
             weight = torch.cat([get(f"{prefix}{name}.weight").float() for name in names])
             if norm is not None:
                 weight *= get(f"{prefix}{norm}.weight").float()  # float32, before the cast rounds it
@@ -51,18 +58,24 @@ class Layer(nn.Module):
             self.k_norm = nn.Parameter(place(get(f"{prefix}self_attn.k_norm.weight")), requires_grad=False)
 
     def forward(
-        self, hidden: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache, metadata: AttentionMetadata,
+        self,
+        hidden: Tensor,
+        rope: tuple[Tensor, Tensor],
+        cache: KVCache,
+        metadata: AttentionMetadata,
         rows: Tensor | None,
     ) -> Tensor:
-        """hidden [T, hidden_size] -> the same, or only the given rows of it, int64 [S] (the last layer)."""
+        """hidden [T, hidden_size], changed in place -> the same, or only the given rows, int64 [S]."""
         attended = self._attend(self._norm(hidden), rope, cache, metadata)
         if rows is not None:
-            hidden, attended = hidden[rows], attended[rows]
-        hidden = hidden + self.output(attended)
+            hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
+        hidden.add_(self.output(attended))
         gate, up = self.gate_up(self._norm(hidden)).chunk(2, dim=-1)
         return hidden.add_(self.down(F.silu(gate).mul_(up)))
 
-    def _attend(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+    def _attend(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache, metadata: AttentionMetadata
+    ) -> Tensor:
         """x [T, hidden_size] -> what all heads saw, [T, heads * head_dim]; stores K and V on the way."""
         config = self.config
         first_value = config.num_heads + config.num_kv_heads
@@ -117,9 +130,10 @@ class Transformer(nn.Module):
             progress((index + 1) / (config.num_layers + 1))
         # The last norm stays out of the head, which may share its weight with the embedding.
         self.norm = nn.Parameter(place(get("model.norm.weight")), requires_grad=False)
-        self.head = linear(self.embedding.data if config.tie_word_embeddings else place(get("lm_head.weight")), None)
+        tied = config.tie_word_embeddings
+        self.head = linear(self.embedding.data if tied else place(get("lm_head.weight")), None)
         frequencies, self.rope_factor = rope_frequencies(config)
-        self.register_buffer("frequencies", frequencies.to(device))
+        self.frequencies = nn.Parameter(frequencies.to(device), requires_grad=False)
         progress(1.0)
         self.eval()
 

@@ -1,0 +1,86 @@
+"""Glass Engine's page: `python app.py`, then open the address it prints.
+
+The server is up at once; the model loads behind it, with its progress here and on the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    on_space = "SPACE_ID" in os.environ
+    parser = argparse.ArgumentParser(description="Serve the Glass Engine page.")
+    parser.add_argument("--model", default="auto", help="folder, Hub id, GGUF file, or auto (default)")
+    parser.add_argument("--mode", default="continuous", choices=["naive", "static", "continuous"])
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--max-num-seqs", type=int, default=16, help="slots: requests that run at once")
+    parser.add_argument("--num-blocks", type=int, default=128, help="KV blocks of 16 tokens")
+    parser.add_argument("--max-model-len", type=int, default=512, help="tokens of prompt and answer together")
+    parser.add_argument("--host", default="0.0.0.0" if on_space else "127.0.0.1")
+    parser.add_argument("--port", type=int, default=int(os.environ.get("PORT", "7860")))
+    return parser.parse_args(argv)
+
+
+def open_port(host: str, port: int) -> socket.socket:
+    """A bound socket, or a clear end if the port is taken."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sys.exit(
+            f"Cannot serve on {host}:{port}: {error.strerror}. Choose another port: "
+            f"PORT={port + 1} make run, or python app.py --port {port + 1}"
+        )
+    return sock
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    sock = open_port(args.host, args.port)
+
+    import uvicorn
+
+    from visualizer import EngineHost, build_app
+
+    host = EngineHost()
+
+    def make_llm(progress):
+        from engine import LLM
+
+        return LLM(
+            model=args.model,
+            mode=args.mode,
+            dtype=args.dtype,
+            block_size=16,
+            num_blocks=args.num_blocks,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=512,
+            max_model_len=args.max_model_len,
+            progress=progress,
+        )
+
+    stages: list[str] = []
+
+    def report(stage: str, fraction: float) -> None:
+        if stages[-1:] != [stage]:
+            stages.append(stage)
+            print(f"  {stage}", flush=True)
+
+    app = build_app(host)
+    shown = "127.0.0.1" if args.host == "0.0.0.0" else args.host
+    print(f"Glass Engine: http://{shown}:{args.port}", flush=True)
+    host.load(make_llm, report)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+    try:
+        uvicorn.Server(config).run(sockets=[sock])
+    finally:
+        host.close()
+
+
+if __name__ == "__main__":
+    main()

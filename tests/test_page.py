@@ -1,0 +1,212 @@
+"""The page's routes and visitors: each sees its own text only, limits are said, the gone are cleaned up."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import time
+
+import pytest
+from fastapi.testclient import TestClient
+
+import app as entry
+from engine import SamplingParams
+from tests.support import tiny_llm
+from visualizer import EngineHost, build_app
+from visualizer.examples import EXAMPLES
+from visualizer.routes import MAX_BODY, STATIC, StaticFiles
+from visualizer.visitors import GRACE, MAX_ACTIVE_PER_VISITOR, Prompt, Refused, Visitors
+
+SECRET = "my-secret-question"
+BASE = "/gradio_api/glass"
+
+
+@pytest.fixture(scope="module")
+def host():
+    host = EngineHost.of(tiny_llm(num_blocks=160, max_model_len=256))
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="module")
+def client(host):
+    with TestClient(build_app(host)) as client:
+        yield client
+
+
+def prompt(host: EngineHost, text: str = SECRET, max_tokens: int = 8) -> Prompt:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return Prompt(text, host.chat_ids(text), params)
+
+
+def poll(client, token=None, cursor=None, have=None) -> dict:
+    response = client.post(f"{BASE}/poll", json={"token": token, "cursor": cursor, "have": have or {}})
+    assert response.status_code == 200
+    return response.json()
+
+
+def wait_for(condition, seconds: float = 20.0):
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+    return value
+
+
+def test_an_answer_arrives_piece_by_piece(host, client):
+    token = host.visitors.open("pieces")
+    host.visitors.submit("pieces", [prompt(host, max_tokens=60)])
+    text, held, states = "", {}, []
+    while True:
+        for card in poll(client, token, have=held)["own"]["cards"]:
+            text = text[: card["from"]] + card["more"]
+            held = {str(card["number"]): -1 if card["state"] == "finished" else card["end"]}
+            states.append(card["state"])
+        if states[-1:] == ["finished"]:
+            break
+        time.sleep(0.01)
+    (card,) = host.visitors._by_token[token].cards.values()
+    assert text == card.handle.result(1).outputs[0].text
+    assert card.handle.num_output_tokens == 60
+    assert poll(client, token, have=held)["own"] == {"numbers": [1], "cards": []}
+
+
+def test_nobody_sees_anothers_text(host, client):
+    mine, other = host.visitors.open("mine"), host.visitors.open("other")
+    assert mine != other and len(mine) >= 32
+    host.visitors.submit("mine", [prompt(host)])
+    answers = []
+    for _ in range(40):
+        answers.append(client.get(f"{BASE}/feed").text)
+        answers.append(client.post(f"{BASE}/poll", json={"token": other}).text)
+        answers.append(client.post(f"{BASE}/poll", json={"token": mine[:-1]}).text)
+        time.sleep(0.02)
+    assert poll(client, mine)["own"]["cards"][0]["prompt"] == SECRET
+    for answer in answers:
+        assert SECRET not in answer and mine not in answer
+    assert poll(client, "no-such-token")["own"] is None
+    assert "own" not in poll(client)
+    events = repr(host.feed._bus.read(0))
+    assert SECRET not in events and mine not in events and "mine" not in events
+
+
+def test_only_the_owner_stops_a_request(host, client):
+    token, thief = host.visitors.open("owner"), host.visitors.open("thief")
+    host.visitors.submit("owner", [prompt(host, max_tokens=200)])
+    for stolen in (thief, "x", None, 5):
+        assert client.post(f"{BASE}/stop", json={"token": stolen, "card": 1}).json() == {"stopped": False}
+    assert client.post(f"{BASE}/stop", json={"token": token, "card": 1}).json() == {"stopped": True}
+    card = wait_for(lambda: [c for c in poll(client, token)["own"]["cards"] if c["state"] == "finished"])[0]
+    assert card["finish"] == "abort"
+    host.visitors.clear_finished("owner")
+    assert poll(client, token)["own"] == {"numbers": [], "cards": []}
+
+
+def test_limits_are_said_and_queue_nothing(host):
+    before = host.runner.stats().num_waiting + host.runner.stats().num_running
+    with pytest.raises(Refused, match=f"{MAX_ACTIVE_PER_VISITOR} is the most for one visitor"):
+        host.visitors.submit("greedy", [prompt(host)] * (MAX_ACTIVE_PER_VISITOR + 1))
+    with pytest.raises(Refused, match=r"refused this request: .*256"):
+        host.visitors.submit("greedy", [prompt(host), prompt(host, "long " * 400)])
+    stats = host.runner.stats()
+    assert stats.num_waiting + stats.num_running == before
+    assert poll_numbers(host, "greedy") == []
+
+
+def poll_numbers(host, session: str) -> list[int]:
+    return host.visitors.view(host.visitors.open(session), {})["numbers"]
+
+
+def test_the_gone_are_cleaned_up(host):
+    """A closed tab, and one that fell silent, end their requests; a visitor who polls stays."""
+    now = [100.0]
+    visitors = Visitors(host.runner, host.feed, clock=lambda: now[0])
+    stays, silent = visitors.open("stays"), visitors.open("silent")
+    for session in ("stays", "silent", "closed"):
+        visitors.submit(session, [prompt(host, max_tokens=230)])
+    handles = {s: visitors._by_session[s].cards[1].handle for s in ("stays", "silent", "closed")}
+    visitors.close("closed")
+    now[0] += GRACE - 1
+    visitors.view(stays, {})
+    visitors.reap()
+    assert visitors.view(silent, {}) is not None
+    visitors.view(stays, {})
+    now[0] += GRACE + 1
+    visitors.view(stays, {})
+    visitors.reap()
+    assert visitors.view(silent, {}) is None and visitors.view(stays, {}) is not None
+    assert handles["closed"].result(10).outputs[0].finish_reason == "abort"
+    assert handles["silent"].result(10).outputs[0].finish_reason in ("abort", "length")
+    visitors.close("stays")
+    assert not visitors._by_session and not visitors._by_token
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"nonsense", b'{"have":{"1":"x"},"token":[]}', b"x" * (MAX_BODY + 1)]
+)
+def test_a_strange_poll_is_harmless(client, body):
+    answer = client.post(f"{BASE}/poll", content=body)
+    assert answer.status_code == 200 and answer.json()["status"] == {"state": "ready"}
+
+
+def test_strange_counts_are_harmless(host, client):
+    token = host.visitors.open("strange")
+    host.visitors.submit("strange", [prompt(host)])
+    for have in ({"1": 10**9}, {"1": -7}, {"1": "a"}, {"1": True}, {"1": None}, {"x": 1}, {"1": 1.5}):
+        assert poll(client, token, have=have)["own"]["cards"][0]["from"] == 0
+
+
+def test_scripts_are_kept_for_good_and_nothing_else_is_served(client):
+    static = StaticFiles()
+    assert {path.name for path in STATIC.iterdir()} == set(static.files)
+    answer = client.get(f"{BASE}/static/{static.version}/main.js")
+    assert "immutable" in answer.headers["cache-control"] and "javascript" in answer.headers["content-type"]
+    assert client.get(f"{BASE}/static/{static.version}/..%2Fpanel.py").status_code == 404
+    assert client.get(f"{BASE}/static/x/panel.py").status_code == 404
+    plotly = client.get(f"{BASE}/plotly/7/plotly.min.js")
+    assert plotly.headers["content-encoding"] == "gzip" and b"Plotly" in plotly.content
+    assert len(gzip.compress(plotly.content)) < 2_000_000
+    assert client.get("/openapi.json").status_code == 404 or "glass" not in client.get("/openapi.json").text
+
+
+def test_the_page_is_there_before_the_engine():
+    host = EngineHost()
+    with TestClient(build_app(host)) as client:
+        assert client.get("/").status_code == 200
+        assert poll(client, "t")["status"]["state"] == "loading"
+
+        def fail(progress):
+            progress("reading weights", 0.25)
+            assert client.get(f"{BASE}/feed").json()["status"] == {
+                "state": "loading",
+                "stage": "reading weights",
+                "fraction": 0.25,
+            }
+            raise ValueError("model folder /x is missing; give one with --model")
+
+        host.load(fail)
+        status = wait_for(lambda: (s := poll(client)["status"])["state"] == "failed" and s)
+        assert status["error"] == "model folder /x is missing; give one with --model"
+
+
+def test_examples_are_mixed(host):
+    budgets = [example.max_tokens for example in EXAMPLES]
+    assert len(EXAMPLES) == 32 and len({example.text for example in EXAMPLES}) == 32
+    assert min(budgets[:8]) <= 20 and max(budgets[:8]) >= 200
+    assert len(json.dumps([example.text for example in EXAMPLES])) < 10_000
+
+
+def test_a_busy_port_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(SystemExit, match=rf"{port}.*another port"):
+            entry.open_port("127.0.0.1", port)
+
+
+def test_options():
+    args = entry.parse_args(["--model", "m", "--mode", "static", "--max-num-seqs", "4", "--port", "1234"])
+    assert (args.model, args.mode, args.max_num_seqs, args.port) == ("m", "static", 4, 1234)
+    assert (args.num_blocks, args.max_model_len) == (128, 512)

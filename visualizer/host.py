@@ -1,0 +1,101 @@
+"""The engine behind the page: loading in the background, then ready, or failed with a way out."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from engine import EngineRunner
+
+from .feed import Feed
+from .visitors import Visitors
+
+Progress = Callable[[str, float], None]
+
+
+class EngineHost:
+    """Owns engine, runner, feed and visitors for a page that is served before they exist."""
+
+    def __init__(self) -> None:
+        self.state = "loading"  # "loading" | "ready" | "failed"
+        self.stage = "starting"
+        self.fraction = 0.0
+        self.error = ""
+        self.tokenizer: Any = None
+        self.runner: EngineRunner | None = None
+        self.feed: Feed | None = None
+        self.visitors: Visitors | None = None
+        self._closing = threading.Event()
+        self._reaper: threading.Thread | None = None
+
+    @classmethod
+    def of(cls, llm) -> EngineHost:
+        """A host for an engine that is already there."""
+        host = cls()
+        host.attach(llm)
+        return host
+
+    def load(self, make_llm: Callable[[Progress], Any], on_progress: Progress | None = None) -> None:
+        """Make the engine in a background thread. `make_llm` is given a progress callback."""
+
+        def progress(stage: str, fraction: float) -> None:
+            self.stage, self.fraction = stage, fraction
+            if on_progress:
+                on_progress(stage, fraction)
+
+        def work() -> None:
+            try:
+                self.attach(make_llm(progress))
+            except Exception as error:
+                # A ValueError or OSError is about the model or the options, and says so by itself.
+                if not isinstance(error, ValueError | OSError):
+                    traceback.print_exc()
+                self.error = str(error) or type(error).__name__
+                self.state = "failed"
+                progress(f"failed: {self.error}", 0.0)
+            else:
+                progress("ready", 1.0)
+
+        threading.Thread(target=work, name="glass-loader", daemon=True).start()
+
+    def attach(self, llm) -> None:
+        self.tokenizer = llm.tokenizer
+        self.runner = EngineRunner(llm.engine)
+        self.feed = Feed(llm.engine.events).start()
+        self.visitors = Visitors(self.runner, self.feed)
+        self._reaper = threading.Thread(target=self._reap, name="glass-reaper", daemon=True)
+        self._reaper.start()
+        self.state = "ready"
+
+    def _reap(self) -> None:
+        while not self._closing.wait(2.0):
+            self.visitors.reap()
+
+    def status(self) -> dict[str, Any]:
+        """What a page says while there is no engine, as JSON data."""
+        if self.state == "ready" and not self.runner.healthy:
+            return {"state": "failed", "error": "The engine stopped after an internal error (see the terminal)."}
+        if self.state == "ready":
+            return {"state": "ready"}
+        if self.state == "failed":
+            return {"state": "failed", "error": self.error}
+        return {"state": "loading", "stage": self.stage, "fraction": round(self.fraction, 3)}
+
+    def chat_ids(self, text: str) -> list[int]:
+        """Token ids of a one-message chat; of the bare text if the model has no chat template."""
+        tokenizer = self.tokenizer
+        if not getattr(tokenizer, "chat_template", None):
+            return list(tokenizer(text)["input_ids"])
+        messages = [{"role": "user", "content": text}]
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+    def close(self) -> None:
+        """Stop the threads. Running requests are ended."""
+        self._closing.set()
+        if self.feed:
+            self.feed.close()
+        if self.runner:
+            self.runner.shutdown(drain=False)

@@ -1,0 +1,141 @@
+"""What the page says in numbers, measured from events alone.
+
+Every figure is defined here, in one place, because a number on a projector must be one that can be
+defended: a mean is output tokens over *busy* time (wall time during which the engine had work), kept
+for each mode apart, and a speed-up is the quotient of two such means.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from engine.events import EngineInfo, StepEvent
+
+WINDOW = 2.0  # seconds that "tokens per second now" looks back on
+BIN = 0.5  # seconds of busy time behind one point of the throughput chart
+MAX_BINS = 600
+MIN_TOKENS = 100  # below this a mode's mean is not good enough for a speed-up
+LONGEST_GAP = 0.25  # between two steps of a busy engine; a longer one is a pause, and not counted
+SLOWEST_RATE_AGE = 1.0  # after so many seconds without a step, the engine makes 0 tokens per second
+
+
+@dataclass
+class ModeTotals:
+    """What the engine did in one mode since the page was started."""
+
+    tokens: int = 0
+    busy: float = 0.0
+    idle_slot_steps: int = 0  # of these, somebody was waiting
+    slot_steps: int = 0
+    ttft: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+
+    @property
+    def mean(self) -> float:
+        """Output tokens per second of busy time."""
+        return self.tokens / self.busy if self.busy else 0.0
+
+
+class Measures:
+    """Running totals, the throughput curve and the metric strip. Fed with every step, in order."""
+
+    def __init__(self, info: EngineInfo):
+        self._info = info
+        self._recent: deque[tuple[float, float, int]] = deque()  # end of step, busy seconds, tokens
+        self._step_seconds: deque[float] = deque(maxlen=20)
+        self._last: StepEvent | None = None
+        self._bin_mode = ""
+        self._bin_tokens = 0
+        self._bin_busy = 0.0
+        self._busy = 0.0
+        self.totals: dict[str, ModeTotals] = {}
+        # (busy seconds since the start, tokens per second, mode): the throughput curve
+        self.bins: deque[tuple[float, float, str]] = deque(maxlen=MAX_BINS)
+        self.num_bins = 0  # ever made
+
+    def of(self, mode: str) -> ModeTotals:
+        return self.totals.setdefault(mode, ModeTotals())
+
+    def step(self, event: StepEvent) -> None:
+        """Count one step."""
+        tokens = sum(use.num_sampled for use in event.slots)
+        busy = self._busy_seconds(event)
+        totals = self.of(event.mode)
+        totals.tokens += tokens
+        totals.busy += busy
+        totals.slot_steps += self._info.max_num_seqs
+        if event.num_waiting:
+            totals.idle_slot_steps += self._info.max_num_seqs - len(event.slots)
+        self._step_seconds.append(event.times.total)
+        self._recent.append((event.time, busy, tokens))
+        while self._recent and self._recent[0][0] < event.time - WINDOW:
+            self._recent.popleft()
+        self._add_to_bin(event.mode, tokens, busy)
+        self._last = event
+
+    def first_token(self, mode: str, seconds: float) -> None:
+        self.of(mode).ttft.append(seconds)
+
+    def _busy_seconds(self, event: StepEvent) -> float:
+        """Time since the last step if there was work all the while, else the step's own time."""
+        last = self._last
+        if last is None or not last.num_running + last.num_waiting:
+            return event.times.total
+        return min(event.time - last.time, event.times.total + LONGEST_GAP)
+
+    def _add_to_bin(self, mode: str, tokens: int, busy: float) -> None:
+        if mode != self._bin_mode:
+            self._bin_mode, self._bin_tokens, self._bin_busy = mode, 0, 0.0
+        self._bin_tokens += tokens
+        self._bin_busy += busy
+        self._busy += busy
+        if self._bin_busy >= BIN:
+            rate = self._bin_tokens / self._bin_busy
+            self.bins.append((round(self._busy, 2), round(rate, 1), mode))
+            self.num_bins += 1
+            self._bin_tokens, self._bin_busy = 0, 0.0
+
+    def rate(self, quiet: float) -> float:
+        """Tokens per second over the last two seconds. `quiet`: seconds since the last step was seen."""
+        busy = sum(seconds for _, seconds, _ in self._recent)
+        if quiet > SLOWEST_RATE_AGE or not busy:
+            return 0.0
+        return sum(tokens for *_, tokens in self._recent) / busy
+
+    def speedup(self, mode: str) -> tuple[str, float] | None:
+        """(mode, how many times the naive mean), for `mode` or, in naive mode, for the fastest other."""
+        naive = self.totals.get("naive")
+        if naive is None or naive.tokens < MIN_TOKENS:
+            return None
+        others = {
+            name: totals.mean / naive.mean
+            for name, totals in self.totals.items()
+            if name != "naive" and totals.tokens >= MIN_TOKENS
+        }
+        if mode in others:
+            return mode, others[mode]
+        return max(others.items(), key=lambda item: item[1]) if mode == "naive" and others else None
+
+    def numbers(self, mode: str, quiet: float) -> dict[str, Any]:
+        """The numbers of the metric strip, as JSON data."""
+        last, totals = self._last, self.of(mode)
+        fast = self.speedup(mode)
+        steps = self._step_seconds
+        return {
+            "mode": mode,
+            "step": last.step if last else 0,
+            "rate": round(self.rate(quiet), 1),
+            "ttft": round(median(totals.ttft), 3) if totals.ttft else None,
+            "step_ms": round(1000 * sum(steps) / len(steps), 1) if steps else None,
+            "wasted": totals.idle_slot_steps,
+            "slot_steps": totals.slot_steps,
+            "means": {
+                name: [round(t.mean, 1), t.tokens, round(t.busy, 1)]
+                for name, t in self.totals.items()
+                if t.tokens
+            },
+            "least": MIN_TOKENS,
+            "speedup": [fast[0], round(fast[1], 1)] if fast else None,
+        }

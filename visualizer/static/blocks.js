@@ -1,0 +1,216 @@
+// The KV block pool: one cell per physical block, as the engine holds it.
+
+import { count, el, fitCanvas, heading, legend, setText, summary } from './dom.js';
+import { hatch, inks, nobody, slotLetter, slotLook } from './theme.js';
+import { explorable } from './tooltip.js';
+
+const GAP = 3;
+
+export function mountBlocks(root, store) {
+  const { head, figure } = heading('KV block pool', 'One cell is one block of the KV cache.');
+  const canvas = el('canvas', { role: 'img', 'aria-label': 'KV block pool: all blocks are free' });
+  const say = summary(canvas);
+  const frame = el('div', { class: 'glass-canvas' }, canvas);
+  const blue = () => slotLook(4);
+  const key = legend([
+    ['in use, filled from below', (c, w, h) => used(c, 2, 1, 10, h - 2, 0.6, [blue()], inks())],
+    ['reserved, nothing in it', (c, w, h) => reserved(c, 2, 1, 10, h - 2, blue())],
+    ['shared, with its count', (c, w, h) => used(c, 2, 1, 10, h - 2, 1, [slotLook(0), slotLook(1)], inks())],
+    ['cached, idle', (c, w, h) => cached(c, 2, 1, 10, h - 2, inks())],
+    ['free', (c, w, h) => free(c, 2, 1, 10, h - 2, inks())],
+    ['just written', (c, w, h) => { used(c, 2, 1, 10, h - 2, 0.6, [blue()], inks()); written(c, 2, 1, 10, h - 2, inks()); }],
+  ]);
+  root.append(...head, frame, key.list);
+
+  let shape = null;
+  let cursor = null;
+
+  function draw() {
+    const { info, strip, blocks } = store;
+    if (!info) return;
+    const ink = inks();
+    const per = info.block_size;
+    setText(head[1], `One cell is one block of ${per} tokens. Colour and letter: the slot that owns it. `
+      + 'Height of the fill: tokens in it.');
+    const reservedTokens = strip.empty_tokens ? `, room for ${count(strip.empty_tokens)} tokens held but empty` : '';
+    setText(figure, `${strip.held} of ${info.num_blocks} held${reservedTokens}`);
+    shape = layout(info.num_blocks, frame.clientWidth);
+    const { columns, rows, wide, tall } = shape;
+    const height = rows * (tall + GAP) + 3;
+    const context = fitCanvas(canvas, frame.clientWidth, height);
+    context.clearRect(0, 0, frame.clientWidth, height);
+    const late = []; // borders go on top of their neighbours
+    blocks.forEach((block, number) => {
+      const x = 2 + (number % columns) * (wide + GAP);
+      const y = 2 + Math.floor(number / columns) * (tall + GAP);
+      context.globalAlpha = dimmed(block) ? 0.16 : 1;
+      drawBlock(context, block, x, y, ink);
+      context.globalAlpha = 1;
+      if (block.written && block.written >= store.version - 1 && !dimmed(block)) late.push([x, y]);
+    });
+    late.forEach(([x, y]) => written(context, x, y, wide, tall, ink));
+    key.draw();
+    say(describe());
+  }
+
+  const dimmed = (block) => store.isolated !== null && !block.owners.includes(store.isolated);
+
+  function drawBlock(context, block, x, y, ink) {
+    const { wide, tall } = shape;
+    if (block.state === 'free') return free(context, x, y, wide, tall, ink);
+    if (block.state === 'cached') return cached(context, x, y, wide, tall, ink);
+    const slots = block.owners.map((owner) => store.slotOf(owner));
+    const looks = slots.map((slot) => (slot === null ? nobody : slotLook(slot)));
+    if (block.state === 'reserved') reserved(context, x, y, wide, tall, looks[0] || nobody);
+    else used(context, x, y, wide, tall, block.filled / store.info.block_size, looks, ink);
+    if (wide < 11) return undefined;
+    const shared = block.refs > 1;
+    const full = block.filled / store.info.block_size > 0.7;
+    context.font = `600 ${Math.min(11, wide - 4)}px ${ink.font}`;
+    context.textAlign = 'center';
+    context.textBaseline = 'middle';
+    const words = shared ? `×${block.refs}` : slotLetter(slots[0]);
+    const middle = y + tall / 2 + 0.5;
+    if (shared) {
+      const half = Math.min(wide / 2 - 1, context.measureText(words).width / 2 + 2);
+      context.fillStyle = ink.panel;
+      context.fillRect(x + wide / 2 - half, middle - 7, 2 * half, 13);
+      context.fillStyle = ink.ink;
+    } else {
+      const partly = block.state === 'used' && !full; // half on the fill, half on the panel: with a halo
+      context.fillStyle = full ? looks[0].text : ink.ink;
+      if (partly) {
+        context.strokeStyle = ink.panel;
+        context.lineWidth = 3;
+        context.strokeText(words, x + wide / 2, middle);
+        context.lineWidth = 1;
+      }
+    }
+    context.fillText(words, x + wide / 2, middle);
+    return undefined;
+  }
+
+  function at(px, py) {
+    if (!shape) return null;
+    const column = Math.floor((px - 2) / (shape.wide + GAP));
+    const number = Math.floor((py - 2) / (shape.tall + GAP)) * shape.columns + column;
+    if (column < 0 || column >= shape.columns || !store.blocks[number]) return null;
+    return explain(number);
+  }
+
+  function explain(number) {
+    cursor = number;
+    const { state, owners, index, refs, filled } = store.blocks[number];
+    const size = store.info.block_size;
+    const first = `Block ${number}: ${state === 'used' ? 'in use' : state}`;
+    if (state === 'free') return { lines: [first] };
+    if (state === 'cached') return { lines: [first, `${filled} tokens of a prefix, kept for the next who begins alike`] };
+    const who = owners.map((key) => `#${key} in slot ${slotLetter(store.slotOf(key))}`).slice(0, 6);
+    if (owners.length > 6) who.push(`and ${owners.length - 6} more`);
+    return {
+      key: owners.length === 1 ? owners[0] : null,
+      lines: [first, `${filled} of ${size} tokens`, `piece ${index + 1} of its block table`,
+        ...(refs > 1 ? [`shared by ${refs}:`] : []), ...who],
+    };
+  }
+
+  function walk([dx, dy]) {
+    if (!shape) return null;
+    const next = (cursor ?? -1) + dx + dy * shape.columns;
+    if (next < 0 || next >= store.blocks.length) return null;
+    return {
+      ...explain(next),
+      x: (next % shape.columns + 1) * (shape.wide + GAP), y: Math.floor(next / shape.columns) * (shape.tall + GAP),
+    };
+  }
+
+  function describe() {
+    const { strip, info } = store;
+    return `KV block pool: ${strip.held} of ${info.num_blocks} blocks held by requests, ${strip.cached} cached, ${strip.free} free`;
+  }
+
+  explorable(canvas, store, at, walk);
+  store.onChange(draw);
+}
+
+/** Cells as large as the width allows: few rows for a small pool, small cells for a large one. */
+function layout(number, width) {
+  const room = width - 4;
+  const rowsWanted = number <= 64 ? 2 : number <= 200 ? 4 : number <= 400 ? 6 : number <= 800 ? 8 : 12;
+  let columns = Math.max(1, Math.ceil(number / rowsWanted));
+  const least = width < 500 ? 14 : 9;
+  columns = Math.min(columns, Math.floor((room + GAP) / (least + GAP)));
+  const wide = Math.min(30, (room + GAP) / columns - GAP);
+  const tall = Math.max(11, Math.min(32, wide * 1.35));
+  return { columns, rows: Math.ceil(number / columns), wide, tall };
+}
+
+function path(context, x, y, width, height) {
+  context.beginPath();
+  context.roundRect(x, y, width, height, Math.min(3, width / 4));
+}
+
+function outline(context, x, y, width, height, colour, dash = []) {
+  path(context, x + 0.5, y + 0.5, width - 1, height - 1);
+  context.setLineDash(dash);
+  context.strokeStyle = colour;
+  context.lineWidth = 1;
+  context.stroke();
+  context.setLineDash([]);
+}
+
+function free(context, x, y, width, height, ink) {
+  outline(context, x, y, width, height, ink.line);
+}
+
+function cached(context, x, y, width, height, ink) {
+  outline(context, x, y, width, height, ink.edge, [1.5, 2]);
+  context.fillStyle = ink.edge;
+  context.beginPath();
+  context.arc(x + width / 2, y + height / 2, Math.min(1.2, width / 5), 0, 7);
+  context.fill();
+}
+
+function reserved(context, x, y, width, height, look) {
+  path(context, x, y, width, height);
+  context.globalAlpha *= 0.5;
+  context.fillStyle = hatch(context, look.edge, 5, 1);
+  context.fill();
+  context.globalAlpha *= 2;
+  outline(context, x, y, width, height, look.edge);
+}
+
+/** A block with tokens in it; with several owners it is split into slanting stripes of their colours. */
+function used(context, x, y, width, height, share, looks, ink) {
+  context.save();
+  path(context, x, y, width, height);
+  context.clip();
+  context.fillStyle = ink.panel;
+  context.fillRect(x, y, width, height);
+  const top = y + height * (1 - share);
+  const parts = looks.slice(0, 4);
+  parts.forEach((look, i) => {
+    context.fillStyle = look.fill;
+    if (parts.length === 1) context.fillRect(x, top, width, y + height - top);
+    else {
+      const lean = height * 0.35;
+      const span = (width + lean) / parts.length;
+      context.beginPath();
+      context.moveTo(x + i * span - lean, y + height);
+      context.lineTo(x + i * span, top);
+      context.lineTo(x + (i + 1) * span + lean, top);
+      context.lineTo(x + (i + 1) * span, y + height);
+      context.fill();
+    }
+  });
+  context.restore();
+  outline(context, x, y, width, height, parts.length === 1 ? parts[0].edge : ink.muted);
+}
+
+function written(context, x, y, width, height, ink) {
+  path(context, x - 0.5, y - 0.5, width + 1, height + 1);
+  context.strokeStyle = ink.ink;
+  context.lineWidth = 2;
+  context.stroke();
+  context.lineWidth = 1;
+}

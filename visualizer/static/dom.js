@@ -1,0 +1,77 @@
+// Small helpers for the page's DOM, canvases and numbers.
+
+/** Create an element: el('p', {class: 'x', title: 'y'}, 'text', child, ...). Text is never parsed. */
+export function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+/** A panel's heading: its title, the sentence that says what it shows, and a place for a figure. */
+export function heading(title, sentence) {
+  const figure = el('span', { class: 'glass-figure' });
+  const head = el('div', { class: 'glass-heading' }, el('h2', {}, title), figure);
+  return { head: [head, el('p', { class: 'glass-sentence' }, sentence)], figure };
+}
+
+/** A legend entry: a swatch that `paint(context, width, height)` draws, and words. */
+export function legend(entries) {
+  const list = el('ul', { class: 'glass-legend' });
+  const swatches = entries.map(([words, paint]) => {
+    const canvas = el('canvas', { 'aria-hidden': 'true' });
+    const text = el('span', {}, words);
+    list.append(el('li', {}, canvas, text));
+    return { canvas, paint, text };
+  });
+  const draw = () => swatches.forEach(({ canvas, paint }) => {
+    const context = fitCanvas(canvas, 14, 14);
+    context.clearRect(0, 0, 14, 14);
+    paint(context, 14, 14);
+  });
+  return { list, draw, texts: swatches.map((swatch) => swatch.text) };
+}
+
+/** Size a canvas to CSS pixels at the screen's own sharpness; its context draws in CSS pixels. */
+export function fitCanvas(canvas, width, height) {
+  const ratio = window.devicePixelRatio || 1;
+  const w = Math.round(width * ratio);
+  const h = Math.round(height * ratio);
+  if (canvas.width !== w || canvas.height !== h) {
+    canvas.width = w;
+    canvas.height = h;
+    canvas.style.width = `${width}px`;
+    canvas.style.height = `${height}px`;
+  }
+  const context = canvas.getContext('2d');
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  return context;
+}
+
+/** Set text only if it changed, so that screen readers and selections are left alone. */
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+/** 12345 -> "12 345" with thin spaces. */
+export function count(number) {
+  return Math.round(number).toString().replace(/\B(?=(\d{3})+$)/g, '\u2009');
+}
+
+/** A figure of two or three digits: 0.31, 4.2, 38, 412. */
+export function figure(number) {
+  if (number >= 100) return count(number);
+  if (number >= 10) return number.toFixed(number >= 20 ? 0 : 1);
+  return number.toFixed(number >= 1 ? 1 : 2);
+}
+
+/** Say what a picture shows, at most every five seconds, for those who cannot see it. */
+export function summary(node) {
+  let spoken = 0;
+  return (text) => {
+    const now = performance.now();
+    if (spoken && now - spoken < 5000) return;
+    spoken = now;
+    node.setAttribute('aria-label', text);
+  };
+}

@@ -1,0 +1,104 @@
+// The poll: one request in flight, often while the engine works, seldom while it rests, never unseen.
+
+const ACTIVE = 200; // milliseconds between polls while something runs
+const IDLE = 1000;
+const FIRST_RETRY = 500;
+const LAST_RETRY = 8000;
+const TIMEOUT = 10000;
+
+export class Feed {
+  constructor(store, links, root) {
+    this.store = store;
+    this.links = links;
+    this.root = root;
+    this.cursor = null;
+    this.token = '';
+    this.failures = 0;
+    this.timer = 0;
+    this.inFlight = false;
+    this.renewed = 0;
+    document.addEventListener('visibilitychange', () => this.soon());
+  }
+
+  /** Poll now, or right after the poll in flight. */
+  soon() {
+    clearTimeout(this.timer);
+    this.again = this.inFlight;
+    if (!this.inFlight) this.poll();
+  }
+
+  setToken(token) {
+    if (!token || token === this.token) return;
+    this.token = token;
+    this.store.cards.clear();
+    this.soon();
+  }
+
+  async post(path, body) {
+    const response = await fetch(this.links.base + path, {
+      method: 'POST',
+      headers: { 'Content-Type': 'application/json' },
+      body: JSON.stringify(body),
+      signal: AbortSignal.timeout(TIMEOUT),
+    });
+    if (!response.ok) throw new Error(`HTTP ${response.status}`);
+    return response.json();
+  }
+
+  async stop(card) {
+    try {
+      await this.post('stop', { token: this.token, card });
+    } finally {
+      this.soon();
+    }
+  }
+
+  async poll() {
+    if (document.hidden || !this.root.isConnected) return;
+    this.inFlight = true;
+    const token = this.token;
+    try {
+      const answer = await this.post('poll', { cursor: this.cursor, token, have: this.store.have() });
+      this.failures = 0;
+      this.take(answer, token);
+    } catch {
+      this.failures += 1;
+      if (this.failures > 1) this.store.link = { state: 'lost' };
+    }
+    this.inFlight = false;
+    this.store.changed();
+    if (this.again) {
+      this.again = false;
+      this.poll();
+    } else {
+      this.timer = setTimeout(() => this.poll(), this.pause());
+    }
+  }
+
+  take(answer, token) {
+    this.store.link = answer.status;
+    if (answer.status.state !== 'ready') return;
+    for (const frame of answer.frames) this.store.applyFrame(frame);
+    this.cursor = answer.cursor;
+    if (token !== this.token) return; // it changed meanwhile: these are not our cards any more
+    if (answer.own) this.store.applyOwn(answer.own);
+    else this.renew(); // no token yet, or the server was started anew and does not know it
+  }
+
+  /** Ask Python for a token, at most every three seconds. */
+  renew() {
+    const now = performance.now();
+    if (this.renewed && now - this.renewed < 3000) return;
+    this.renewed = now;
+    this.links.renew();
+  }
+
+  pause() {
+    if (this.failures) {
+      return Math.min(LAST_RETRY, FIRST_RETRY * 2 ** (this.failures - 1)) * (0.8 + 0.4 * Math.random());
+    }
+    const waiting = [...this.store.cards.values()].some((card) => card.state !== 'finished');
+    if (this.store.link.state === 'loading') return 400;
+    return this.store.busy || waiting ? ACTIVE : IDLE;
+  }
+}

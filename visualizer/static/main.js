@@ -1,0 +1,93 @@
+// The page's start: mount the panels, start the feed, pass on what Python says.
+
+import { mountAnatomy } from './anatomy.js';
+import { mountBlocks } from './blocks.js';
+import { mountAnswersHead, mountCards } from './cards.js';
+import { el, setText } from './dom.js';
+import { Feed } from './feed.js';
+import { mountHeader, mountLive, mountStrip } from './metrics.js';
+import { Store } from './store.js';
+import { onThemeChange } from './theme.js';
+import { mountThroughput } from './throughput.js';
+import { mountTimeline } from './timeline.js';
+
+const NOTICE_MS = 12000;
+
+/** Start the page. Returns what takes the values that Python sends: {token, notice, refused}. */
+export function start(hub, links) {
+  const store = new Store();
+  const feed = new Feed(store, links, hub);
+  const place = (name) => document.getElementById(`glass-${name}`);
+  mountHeader(place('header'), store);
+  mountLive(place('live'), store);
+  mountStrip(place('strip'), store);
+  mountTimeline(place('timeline'), store);
+  mountBlocks(place('blocks'), store);
+  mountAnswersHead(place('answers-head'));
+  mountCards(place('cards'), store, feed);
+  mountThroughput(place('throughput'), store, links);
+  mountAnatomy(place('anatomy'), store);
+  mountBanner(place('strip'), store);
+  followMode(store, links);
+  onThemeChange(() => store.changed());
+  new ResizeObserver(() => store.changed()).observe(place('timeline'));
+  store.changed();
+  feed.poll();
+
+  let clearing = 0;
+  return ({ token, notice, refused }) => {
+    feed.setToken(token);
+    if (refused) giveBack(refused);
+    const box = place('notice');
+    setText(box, notice || '');
+    clearTimeout(clearing);
+    if (notice) clearing = setTimeout(() => setText(box, ''), NOTICE_MS);
+    feed.soon();
+  };
+}
+
+/** Put a refused prompt back into its box, unless the visitor is typing the next one already. */
+function giveBack(text) {
+  const box = document.querySelector('#glass-prompt textarea');
+  if (box.value) return;
+  box.value = text;
+  box.dispatchEvent(new Event('input', { bubbles: true }));
+}
+
+/** A banner over the panels while there is nothing live to show: loading, failed, or out of touch. */
+function mountBanner(before, store) {
+  const words = el('span');
+  const bar = el('progress', { max: '1' });
+  const banner = el('div', { class: 'glass-banner', role: 'status' }, words, bar);
+  before.parentElement.insertBefore(banner, before);
+  store.onChange(() => {
+    const { state, stage, fraction, error } = store.link;
+    banner.hidden = state === 'ready' || state === 'connecting';
+    banner.dataset.state = state;
+    bar.hidden = state !== 'loading';
+    if (state === 'loading') {
+      setText(words, `Loading the model: ${stage}`);
+      bar.value = fraction;
+    } else if (state === 'failed') {
+      setText(words, `There is no engine to answer. ${error} Once that is mended, start the server again.`);
+    } else if (state === 'lost') {
+      setText(words, 'The server does not answer. What you see is the last known state; this page goes on by itself.');
+    }
+  });
+}
+
+/** Another visitor may change the mode: let the toggle follow the engine, but not fight a click just made. */
+function followMode(store, links) {
+  let clicked = 0;
+  let asked = 0;
+  document.getElementById('glass-mode').addEventListener('input', () => { clicked = performance.now(); });
+  store.onChange(() => {
+    const mode = store.strip?.mode;
+    const shown = document.querySelector('#glass-mode input:checked')?.value;
+    const now = performance.now();
+    if (!mode || mode === shown || now - clicked < 1500 || now - asked < 500) return;
+    asked = now;
+    window.glassMode = mode;
+    links.follow();
+  });
+}

@@ -1,0 +1,203 @@
+"""Who asked what: each visitor's requests and answers, visible to that visitor alone.
+
+Events carry no text, so text has to come from somewhere else: from the handles of the requests that
+a visitor submitted. A page gets an unguessable token when it loads, and shows it to read its own
+answers. The token never occurs in an event, a log or another visitor's page.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine import EngineRunner, SamplingParams
+
+from .feed import Feed
+
+MAX_ACTIVE = 256  # requests of all visitors together
+MAX_ACTIVE_PER_VISITOR = 64
+MAX_CARDS = 128  # finished ones beyond it go, oldest first
+MAX_PROMPT_CHARS = 20_000
+GRACE = 20.0  # seconds without a poll after which a visitor is gone
+
+
+class Refused(ValueError):
+    """A request that is not accepted. The message says why and what to do, in words for the page."""
+
+
+@dataclass
+class Prompt:
+    """One thing to ask: its text as shown, its token ids as computed, and how to sample."""
+
+    text: str
+    token_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass
+class Card:
+    number: int
+    text: str
+    max_tokens: int
+    handle: Any  # engine.RequestHandle
+    stopped: bool = False
+
+
+@dataclass
+class Visitor:
+    token: str
+    last_seen: float
+    cards: dict[int, Card] = field(default_factory=dict)
+    next_number: int = 1
+
+    @property
+    def num_active(self) -> int:
+        return sum(not card.handle.finished for card in self.cards.values())
+
+
+class Visitors:
+    """All visitors, by Gradio session and by token. Safe to use from any thread."""
+
+    def __init__(self, runner: EngineRunner, feed: Feed, clock=time.monotonic):
+        self._runner = runner
+        self._feed = feed
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._by_session: dict[str, Visitor] = {}
+        self._by_token: dict[str, Visitor] = {}
+
+    # -- coming and going -----------------------------------------------------------------------
+
+    def open(self, session: str) -> str:
+        """The token of a session's page; a new visitor if the session is new, or was given up."""
+        with self._lock:
+            visitor = self._by_session.get(session)
+            if visitor is None:
+                visitor = Visitor(secrets.token_urlsafe(24), self._clock())
+                self._by_session[session] = self._by_token[visitor.token] = visitor
+            return visitor.token
+
+    def close(self, session: str) -> None:
+        """The page is gone: end its running requests and forget its texts."""
+        with self._lock:
+            visitor = self._by_session.pop(session, None)
+            if visitor is None:
+                return
+            del self._by_token[visitor.token]
+        for card in visitor.cards.values():
+            if not card.handle.finished:
+                card.handle.abort()
+
+    def reap(self) -> None:
+        """Close the visitors who stopped polling: a laptop that was shut, a phone out of reach."""
+        with self._lock:
+            late = self._clock() - GRACE
+            gone = [session for session, visitor in self._by_session.items() if visitor.last_seen < late]
+        for session in gone:
+            self.close(session)
+
+    # -- asking and stopping ----------------------------------------------------------------------
+
+    def submit(self, session: str, prompts: list[Prompt]) -> None:
+        """Queue prompts in one go. Raises Refused, and queues none, if one is bad or there are too many."""
+        with self._lock:
+            visitor = self._by_token[self.open(session)]
+            mine = visitor.num_active
+            if mine + len(prompts) > MAX_ACTIVE_PER_VISITOR:
+                raise Refused(
+                    f"You have {mine} requests running or waiting, and {MAX_ACTIVE_PER_VISITOR} is the most "
+                    "for one visitor. Wait for some to finish, or stop some."
+                )
+            everyone = sum(other.num_active for other in self._by_token.values())
+            if everyone + len(prompts) > MAX_ACTIVE:
+                raise Refused(
+                    f"The engine is busy with {everyone} requests of all visitors; {MAX_ACTIVE} is the most. "
+                    "Please try again in a moment."
+                )
+            try:
+                handles = self._runner.submit_all([(prompt.token_ids, prompt.params) for prompt in prompts])
+            except ValueError as error:
+                raise Refused(f"The engine refused this request: {error}") from error
+            for prompt, handle in zip(prompts, handles, strict=True):
+                number = visitor.next_number
+                visitor.next_number += 1
+                visitor.cards[number] = Card(number, prompt.text, prompt.params.max_tokens, handle)
+            self._drop_oldest(visitor)
+
+    @staticmethod
+    def _drop_oldest(visitor: Visitor) -> None:
+        finished = [number for number, card in visitor.cards.items() if card.handle.finished]
+        for number in finished[: max(0, len(visitor.cards) - MAX_CARDS)]:
+            del visitor.cards[number]
+
+    def stop(self, token: str, number: int) -> bool:
+        """End one request of the token's visitor. False if it has no such request."""
+        with self._lock:
+            visitor = self._by_token.get(token)
+            card = visitor.cards.get(number) if visitor else None
+        if card is None:
+            return False
+        card.handle.abort()
+        return True
+
+    def stop_all(self, session: str) -> None:
+        with self._lock:
+            visitor = self._by_session.get(session)
+            cards = list(visitor.cards.values()) if visitor else []
+        for card in cards:
+            if not card.handle.finished:
+                card.handle.abort()
+
+    def clear_finished(self, session: str) -> None:
+        with self._lock:
+            if visitor := self._by_session.get(session):
+                visitor.cards = {n: card for n, card in visitor.cards.items() if not card.handle.finished}
+
+    # -- what a page is shown -----------------------------------------------------------------------
+
+    def view(self, token: str, have: dict[str, Any]) -> dict[str, Any] | None:
+        """A visitor's cards, as far as its page does not have them yet; None for an unknown token.
+
+        `have` maps a card's number to how many characters of its answer the page holds, or to -1 if
+        it holds the finished card. Answers only grow, so a page is sent the rest.
+        """
+        with self._lock:
+            visitor = self._by_token.get(token)
+            if visitor is None:
+                return None
+            visitor.last_seen = self._clock()
+            cards = list(visitor.cards.values())
+        known = {number: held for number, held in have.items() if type(held) is int}
+        changed = [self._card(card, known.get(str(card.number))) for card in cards]
+        return {
+            "numbers": [card.number for card in cards],
+            "cards": [view for view in changed if view is not None],
+        }
+
+    def _card(self, card: Card, have: int | None) -> dict[str, Any] | None:
+        if have == -1:
+            return None
+        handle = card.handle
+        finished = handle.finished  # before the text: a finished handle has all of it
+        text = handle.text
+        start = have if have is not None and 0 <= have <= len(text) else 0
+        view: dict[str, Any] = {"number": card.number, "from": start, "more": text[start:], "end": len(text)}
+        if have is None:
+            view["prompt"], view["max_tokens"] = card.text, card.max_tokens
+        if state := self._feed.request(handle.request_id):
+            view.update(state._asdict())
+            if state.state == "waiting":
+                view["reason"] = self._feed.wait_reason
+        else:
+            view["state"] = "waiting"
+        if finished:
+            view["state"] = "finished"
+            view["finish"] = handle.finish_reason
+            view["error"] = handle.error and str(handle.error)
+            view["num_output"] = handle.num_output_tokens
+        elif view["state"] == "finished":
+            view["state"] = "decode"  # the events are ahead of the handle: its last text comes next
+        return view

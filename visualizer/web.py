@@ -1,0 +1,34 @@
+"""The web application: the page's own routes, and the Gradio page behind them."""
+
+from __future__ import annotations
+
+import gradio as gr
+import plotly
+from fastapi import FastAPI
+
+from .host import EngineHost
+from .panel import build_page
+from .routes import STATIC, StaticFiles, build_routes
+
+SANS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "DejaVu Sans", "sans-serif")
+MONO = ("ui-monospace", "SFMono-Regular", "Consolas", "DejaVu Sans Mono", "monospace")
+
+
+def build_app(host: EngineHost) -> FastAPI:
+    """The page for an engine host, ready for uvicorn. The engine may still be loading."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    static = StaticFiles()
+    app.include_router(build_routes(host, static))
+    return gr.mount_gradio_app(
+        app,
+        build_page(host, static.version, plotly.__version__),
+        path="/",
+        theme=gr.themes.Base(primary_hue="blue", neutral_hue="slate", font=SANS, font_mono=MONO),
+        css_paths=[STATIC / "glass.css"],
+        footer_links=[],
+        run_history=False,
+        ssr_mode=False,
+        show_error=False,
+        mcp_server=False,
+        max_file_size="1kb",
+    )
