@@ -191,7 +191,11 @@ def _headlines(arms: list[Arm]) -> list[str]:
         if reason := why_unfair(arm, base):
             lines.append(f"No speed-up over {base_name}: {reason}.")
         else:
-            part = f" (estimated from its first {len(base.work)} requests)" if is_estimate(arm, base) else ""
+            part = (
+                f" (estimated from {len(base.work)} of {len(arm.work)} requests)"
+                if is_estimate(arm, base)
+                else ""
+            )
             lines.append(f"Speed-up of {name} over {base_name}: {report.speed_up(arm, base)}{part}.")
     lines += [
         f"{arm.name} preempted {arm.usage.num_preemptions} times for lack of blocks."

@@ -106,7 +106,8 @@ def speed_up(arm: Arm, base: Arm | None) -> str:
 def table(arms: Sequence[Arm], num_weight_bytes: int) -> str:
     """A Markdown table whose columns line up as plain text too. Speed-ups are over the naive mode."""
     naive = next((arm for arm in arms if arm.name == "naive"), None)
-    rows = [HEADER, *(_row(arm, naive, num_weight_bytes) for arm in arms)]
+    num_requests = max(len(arm.work) for arm in arms)
+    rows = [HEADER, *(_row(arm, naive, num_requests, num_weight_bytes) for arm in arms)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = [
         "| "
@@ -124,10 +125,10 @@ def _pad(cell: str, width: int, column: int) -> str:
     return cell.ljust(width) if column == 0 else cell.rjust(width)
 
 
-def _row(arm: Arm, naive: Arm | None, num_weight_bytes: int) -> tuple[str, ...]:
+def _row(arm: Arm, naive: Arm | None, num_requests: int, num_weight_bytes: int) -> tuple[str, ...]:
     first, gaps, usage = arm.first_token_times, arm.gaps, arm.usage
     name = arm.name
-    if naive and is_estimate(arm, naive):
+    if len(arm.work) < num_requests:
         name += f" (first {len(arm.work)})"
     memory: tuple[str, ...] = ("-",) * 5
     if usage:
