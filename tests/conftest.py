@@ -4,6 +4,8 @@ import os
 
 import torch
 
+import engine  # noqa: F401 - first, because it sets how torch's threads wait
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
 # Tiny matrices on several threads mostly wait for each other. Tests of the real model set their own number.
 torch.set_num_threads(1)
