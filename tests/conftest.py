@@ -2,9 +2,10 @@
 
 import os
 
-import torch
-
 import engine  # noqa: F401 - first, because it sets how torch's threads wait
+
+# isort: split
+import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
 # Tiny matrices on several threads mostly wait for each other. Tests of the real model set their own number.
