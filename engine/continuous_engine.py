@@ -267,6 +267,7 @@ class ContinuousEngine:
 
     def _fail(self, request: Request, error: str) -> RequestOutput:
         request.error = error
+        self._runner.scrub([b for b in request.block_table if self._pool.ref_count(b) == 1])
         return self._stop_short(request, "error")
 
     def _stop_short(self, request: Request, reason: str) -> RequestOutput:

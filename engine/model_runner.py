@@ -54,5 +54,11 @@ class ModelRunner:
 
     def forward(self, batch: Batch) -> Tensor:
         """Compute the batch, writing its K and V; float32 logits [rows to sample, vocabulary]."""
-        with torch.inference_mode():
-            return self._model(batch, self._kv_cache)
+        return self._model(batch, self._kv_cache)
+
+    def scrub(self, blocks: list[int]) -> None:
+        """Zero the blocks of a request that failed: a NaN left there would reach whoever comes next,
+
+        since attention gives places beyond a request's context the weight 0, and 0 * NaN is NaN.
+        """
+        self._kv_cache.clear(blocks)

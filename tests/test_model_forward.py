@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+
 from tests.tiny_models import TINY_CONFIGS, Driver, tiny_model, tiny_reference
 
 

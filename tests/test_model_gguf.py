@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.tiny_models import Driver, tiny_reference, write_gguf
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.model.gguf import convert_gguf, short_name
 from engine.model.gguf_tokenizer import build_tokenizer
 from engine.model.loader import ModelLoadError, load_model
+from tests.tiny_models import Driver, tiny_reference, write_gguf
 
 
 @pytest.fixture(autouse=True)

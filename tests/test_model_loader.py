@@ -8,13 +8,13 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.tiny_models import TINY_CONFIGS, Driver, tiny_reference
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, MistralConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from engine.model import loader
 from engine.model.config import ModelConfig
 from engine.model.loader import ModelLoadError, choose_dtype, load_model
+from tests.tiny_models import TINY_CONFIGS, Driver, tiny_reference
 
 
 def save(reference, folder, **options):

@@ -6,12 +6,12 @@ import random
 
 import pytest
 import torch
-from tests.tiny_models import Driver, tiny_model, tiny_reference
 
 from engine.model import attention
 from engine.model.attention import group_requests
 from engine.model.kv_cache import KVCache
 from engine.model.linear import PackedLinear, PlainLinear, choose_linear, packing_works
+from tests.tiny_models import Driver, tiny_model, tiny_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

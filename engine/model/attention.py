@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..batch import Batch
-from .config import ModelConfig
-from .kv_cache import KVCache
+from engine.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.kv_cache import KVCache
 
 # Another group costs a few more calls a layer. Measured as the padded context (query tokens x context
 # tokens) that takes as long: about 25 microseconds on a CPU, a few kernel launches on a GPU.
@@ -26,7 +26,7 @@ SPLIT_SAVES = {"cpu": 512, "cuda": 16384}
 
 @dataclass(slots=True)
 class AttentionGroup:
-    """n requests with query_len tokens each, and context room for the longest of them.
+    """n requests (`size`) with query_len tokens each, and context room for the longest of them.
 
     rows: int64 [n * query_len], their rows in the packed batch; None if they are the batch in order.
     blocks: int64 [n * blocks of the longest], what `KVCache.gather` reads.
@@ -114,9 +114,9 @@ def paged_attention(queries: Tensor, cache: KVCache, layer: int, metadata: Atten
     more query tokens, so grouped-query attention needs no repeated keys (idea: FlashDecoding kernels).
     """
     tokens, heads, width = queries.shape
-    output = queries.new_empty(tokens, heads, width) if len(metadata.groups) > 1 else queries
+    output = queries.new_empty(tokens, heads, width)
     for group in metadata.groups:
-        mine = queries if group.rows is None else queries[group.rows]
+        mine = queries if group.rows is None else queries.index_select(0, group.rows)
         keys, values = cache.gather(layer, group.blocks, group.size)
         shared = heads // cache.num_kv_heads
         # [n, query_len, kv_heads, G, d] -> [n, kv_heads, query_len * G, d]

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .config import ARCHITECTURES, ModelConfig
-from .gguf_tokenizer import build_tokenizer
-from .rope import rope_frequencies
+from engine.model.config import ARCHITECTURES, ModelConfig
+from engine.model.gguf_tokenizer import build_tokenizer
+from engine.model.rope import rope_frequencies
 
 CONVERTER_VERSION = 1  # part of the cache key: raise it when the written folder changes
 MODEL_TYPES = ("llama", "qwen2", "qwen3")  # in GGUF and transformers alike; Mistral's files say "llama"

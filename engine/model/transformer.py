@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..batch import Batch
-from .attention import AttentionMetadata, paged_attention
-from .config import ModelConfig
-from .kv_cache import KVCache
-from .linear import LinearFactory, choose_linear
-from .rope import apply_rope, rope_cos_sin, rope_frequencies
+from engine.batch import Batch
+from engine.model.attention import AttentionMetadata, paged_attention
+from engine.model.config import ModelConfig
+from engine.model.kv_cache import KVCache
+from engine.model.linear import LinearFactory, choose_linear
+from engine.model.rope import apply_rope, rope_cos_sin, rope_frequencies
 
 GetTensor = Callable[[str], Tensor]
 
@@ -27,8 +27,13 @@ class Layer(nn.Module):
     """One decoder layer: attention and a gated MLP, each added to the residual stream."""
 
     def __init__(
-        self, index: int, config: ModelConfig, get: GetTensor, place: Callable, linear: LinearFactory
-    ):
+        self,
+        index: int,
+        config: ModelConfig,
+        get: GetTensor,
+        place: Callable[[Tensor], Tensor],
+        linear: LinearFactory,
+    ) -> None:
         """get(name) returns a checkpoint's tensor; place(tensor) gives it the model's dtype and device."""
         super().__init__()
         self.index, self.config = index, config
@@ -60,11 +65,11 @@ class Layer(nn.Module):
         metadata: AttentionMetadata,
         rows: Tensor | None,
     ) -> Tensor:
-        """hidden [T, hidden_size] -> the same, or only the given rows of it, int64 [S] (the last layer)."""
+        """hidden [T, hidden_size], changed in place -> the same, or only the given rows, int64 [S]."""
         attended = self._attend(self._norm(hidden), rope, cache, metadata)
         if rows is not None:
-            hidden, attended = hidden[rows], attended[rows]
-        hidden = hidden + self.output(attended)
+            hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
+        hidden.add_(self.output(attended))
         gate, up = self.gate_up(self._norm(hidden)).chunk(2, dim=-1)
         return hidden.add_(self.down(F.silu(gate).mul_(up)))
 
