@@ -61,8 +61,8 @@ def test_an_answer_arrives_piece_by_piece(host, client):
     while True:
         for card in poll(client, token, have=held)["own"]["cards"]:
             text = text[: card["from"]] + card["more"]
-            held = {str(card["number"]): -1 if card["state"] == "finished" else card["end"]}
-            states.append(card["state"])
+            held = {str(card["number"]): [card["end"], card["stamp"]]}
+            states.append(card["told"]["state"])
         if states[-1:] == ["finished"]:
             break
         time.sleep(0.01)
@@ -97,8 +97,10 @@ def test_only_the_owner_stops_a_request(host, client):
     for stolen in (thief, "x", None, 5):
         assert client.post(f"{BASE}/stop", json={"token": stolen, "card": 1}).json() == {"stopped": False}
     assert client.post(f"{BASE}/stop", json={"token": token, "card": 1}).json() == {"stopped": True}
-    card = wait_for(lambda: [c for c in poll(client, token)["own"]["cards"] if c["state"] == "finished"])[0]
-    assert card["finish"] == "abort"
+    card = wait_for(
+        lambda: [c for c in poll(client, token)["own"]["cards"] if c["told"]["state"] == "finished"]
+    )[0]
+    assert card["told"]["finish"] == "abort"
     host.visitors.clear_finished("owner")
     assert poll(client, token)["own"] == {"numbers": [], "cards": []}
 
@@ -153,7 +155,15 @@ def test_a_strange_poll_is_harmless(client, body):
 def test_strange_counts_are_harmless(host, client):
     token = host.visitors.open("strange")
     host.visitors.submit("strange", [prompt(host)])
-    for have in ({"1": 10**9}, {"1": -7}, {"1": "a"}, {"1": True}, {"1": None}, {"x": 1}, {"1": 1.5}):
+    for have in (
+        {"1": [10**9, 0]},
+        {"1": [-7, 0]},
+        {"1": ["a", 0]},
+        {"1": [True, 0]},
+        {"1": 1},
+        {"x": 1},
+        {"1": [1]},
+    ):
         assert poll(client, token, have=have)["own"]["cards"][0]["from"] == 0
 
 

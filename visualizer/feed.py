@@ -189,7 +189,8 @@ class Feed:
 
     def _block(self, delta: BlockDelta, written: bool) -> list:
         owners = [self._tracks.key(owner) for owner in delta.owners]
-        return [delta.block, delta.state, owners, delta.table_index, delta.ref_count, delta.filled, int(written)]
+        counts = (delta.table_index, delta.ref_count, delta.filled)
+        return [delta.block, delta.state, owners, *counts, int(written)]
 
     def _slots(self) -> list[list]:
         """Who sits where now: slot, key, tokens of prompt, computed, total, preemptions, cached."""

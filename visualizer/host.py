@@ -76,7 +76,7 @@ class EngineHost:
     def status(self) -> dict[str, Any]:
         """What a page says while there is no engine, as JSON data."""
         if self.state == "ready" and not self.runner.healthy:
-            return {"state": "failed", "error": "The engine stopped after an internal error (see the terminal)."}
+            return {"state": "failed", "error": "It stopped after an internal error (see the terminal)."}
         if self.state == "ready":
             return {"state": "ready"}
         if self.state == "failed":

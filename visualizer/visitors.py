@@ -10,10 +10,11 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine import EngineRunner, SamplingParams
+from engine import EngineRunner, RequestHandle, SamplingParams
 
 from .feed import Feed
 
@@ -41,9 +42,7 @@ class Prompt:
 class Card:
     number: int
     text: str
-    max_tokens: int
-    handle: Any  # engine.RequestHandle
-    stopped: bool = False
+    handle: RequestHandle
 
 
 @dataclass
@@ -124,7 +123,7 @@ class Visitors:
             for prompt, handle in zip(prompts, handles, strict=True):
                 number = visitor.next_number
                 visitor.next_number += 1
-                visitor.cards[number] = Card(number, prompt.text, prompt.params.max_tokens, handle)
+                visitor.cards[number] = Card(number, prompt.text, handle)
             self._drop_oldest(visitor)
 
     @staticmethod
@@ -161,8 +160,9 @@ class Visitors:
     def view(self, token: str, have: dict[str, Any]) -> dict[str, Any] | None:
         """A visitor's cards, as far as its page does not have them yet; None for an unknown token.
 
-        `have` maps a card's number to how many characters of its answer the page holds, or to -1 if
-        it holds the finished card. Answers only grow, so a page is sent the rest.
+        `have` maps a card's number to what the page holds of it: how many characters of its answer,
+        and the stamp of its state. Answers only grow, so a page is sent the rest, and a state again
+        only when it changed.
         """
         with self._lock:
             visitor = self._by_token.get(token)
@@ -170,34 +170,42 @@ class Visitors:
                 return None
             visitor.last_seen = self._clock()
             cards = list(visitor.cards.values())
-        known = {number: held for number, held in have.items() if type(held) is int}
-        changed = [self._card(card, known.get(str(card.number))) for card in cards]
+        changed = [self._card(card, _held(have.get(str(card.number)))) for card in cards]
         return {
             "numbers": [card.number for card in cards],
             "cards": [view for view in changed if view is not None],
         }
 
-    def _card(self, card: Card, have: int | None) -> dict[str, Any] | None:
-        if have == -1:
-            return None
+    def _card(self, card: Card, held: tuple[int, int] | None) -> dict[str, Any] | None:
         handle = card.handle
         finished = handle.finished  # before the text: a finished handle has all of it
         text = handle.text
-        start = have if have is not None and 0 <= have <= len(text) else 0
-        view: dict[str, Any] = {"number": card.number, "from": start, "more": text[start:], "end": len(text)}
-        if have is None:
-            view["prompt"], view["max_tokens"] = card.text, card.max_tokens
-        if state := self._feed.request(handle.request_id):
-            view.update(state._asdict())
-            if state.state == "waiting":
-                view["reason"] = self._feed.wait_reason
-        else:
-            view["state"] = "waiting"
+        told = self._feed.request(handle.request_id)
+        state = told._asdict() if told else {"state": "waiting", "place": 0}
         if finished:
-            view["state"] = "finished"
-            view["finish"] = handle.finish_reason
-            view["error"] = handle.error and str(handle.error)
-            view["num_output"] = handle.num_output_tokens
-        elif view["state"] == "finished":
-            view["state"] = "decode"  # the events are ahead of the handle: its last text comes next
-        return view
+            state |= {"state": "finished", "finish": handle.finish_reason, "error": handle.error}
+            state["num_output"] = handle.num_output_tokens
+        elif state["state"] == "finished":
+            state["state"] = "decode"  # the events are ahead of the handle: its last text comes next
+        elif state["place"] == 1:
+            state["reason"] = self._feed.wait_reason
+        stamp = zlib.crc32(repr(state).encode())
+        if held == (len(text), stamp):
+            return None
+        start = held[0] if held and held[0] <= len(text) else 0
+        view = {"number": card.number, "from": start, "more": text[start:], "end": len(text), "stamp": stamp}
+        if held is None:
+            view["prompt"] = card.text
+        return view | {"told": state}
+
+
+def _held(value: Any) -> tuple[int, int] | None:
+    """A page's [characters, stamp] of one card; None, so that it gets the whole, if it is not that."""
+    if (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(part) is int for part in value)
+        and value[0] >= 0
+    ):
+        return value[0], value[1]
+    return None

@@ -1,6 +1,6 @@
 // Anatomy of a step: where its milliseconds go, and what was in its batch.
 
-import { count, el, figure, fitCanvas, heading, legend, setText, summary } from './dom.js';
+import { count, el, figure, fitCanvas, heading, legend, setText, summary, whileInSight } from './dom.js';
 import { inks } from './theme.js';
 import { explorable } from './tooltip.js';
 
@@ -66,7 +66,7 @@ export function mountAnatomy(root, store) {
     context.fillText('0', LEFT - 6, HEIGHT + BATCH - 6);
     context.fillStyle = ink.line;
     context.fillRect(LEFT, HEIGHT + BATCH - 4, plot, 1);
-    key.draw();
+    key.draw(ink);
     if (totals.length) {
       const mean = totals.reduce((sum, ms) => sum + ms, 0) / totals.length;
       const forward = shown.reduce((sum, column) => sum + column.times[2], 0) / totals.length;
@@ -105,7 +105,7 @@ export function mountAnatomy(root, store) {
   }
 
   explorable(canvas, store, at, walk);
-  store.onChange(draw);
+  store.onChange(whileInSight(root, draw));
 }
 
 function batch(column) {

@@ -1,6 +1,6 @@
 // The KV block pool: one cell per physical block, as the engine holds it.
 
-import { count, el, fitCanvas, heading, legend, setText, summary } from './dom.js';
+import { count, el, fitCanvas, heading, legend, setText, summary, whileInSight } from './dom.js';
 import { hatch, inks, nobody, slotLetter, slotLook } from './theme.js';
 import { explorable } from './tooltip.js';
 
@@ -32,8 +32,8 @@ export function mountBlocks(root, store) {
     const per = info.block_size;
     setText(head[1], `One cell is one block of ${per} tokens. Colour and letter: the slot that owns it. `
       + 'Height of the fill: tokens in it.');
-    const reservedTokens = strip.empty_tokens ? `, room for ${count(strip.empty_tokens)} tokens held but empty` : '';
-    setText(figure, `${strip.held} of ${info.num_blocks} held${reservedTokens}`);
+    const empty = strip.held ? `, with ${count(strip.empty_tokens)} of their token places empty` : '';
+    setText(figure, `${strip.held} of ${info.num_blocks} held${empty}`);
     shape = layout(info.num_blocks, frame.clientWidth);
     const { columns, rows, wide, tall } = shape;
     const height = rows * (tall + GAP) + 3;
@@ -49,7 +49,7 @@ export function mountBlocks(root, store) {
       if (block.written && block.written >= store.version - 1 && !dimmed(block)) late.push([x, y]);
     });
     late.forEach(([x, y]) => written(context, x, y, wide, tall, ink));
-    key.draw();
+    key.draw(ink);
     say(describe());
   }
 
@@ -130,7 +130,7 @@ export function mountBlocks(root, store) {
   }
 
   explorable(canvas, store, at, walk);
-  store.onChange(draw);
+  store.onChange(whileInSight(root, draw));
 }
 
 /** Cells as large as the width allows: few rows for a small pool, small cells for a large one. */

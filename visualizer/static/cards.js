@@ -4,6 +4,7 @@ import { el, figure, setText } from './dom.js';
 import { slotLetter, slotLook } from './theme.js';
 import { reasonWords } from './timeline.js';
 
+const plain = { fill: 'var(--glass-line)', edge: 'var(--glass-edge)', text: 'var(--glass-muted)' }; // without a slot
 const ENDS = { stop: 'done', length: 'done', abort: 'stopped', error: 'failed' };
 
 export function mountAnswersHead(root) {
@@ -15,6 +16,8 @@ export function mountCards(root, store, feed) {
   const list = el('div', { class: 'glass-cards' });
   root.append(empty, list);
   const nodes = new Map();
+  // While the pointer is on the cards they keep their places: none slips away from its reader.
+  const reading = () => list.matches(':hover') && matchMedia('(hover: hover)').matches;
 
   store.onChange(() => {
     setText(empty, emptyWords(store));
@@ -29,9 +32,12 @@ export function mountCards(root, store, feed) {
       if (!nodes.has(card.number)) {
         const node = makeCard(card, store, feed);
         nodes.set(card.number, node);
-        list.prepend(node.root);
+        list.append(node.root);
       }
-      updateCard(nodes.get(card.number), card, store);
+      const node = nodes.get(card.number);
+      updateCard(node, card, store);
+      const order = `${rank(card)}`;
+      if (node.root.style.order !== order && !(node.root.style.order && reading())) node.root.style.order = order;
     }
   });
 }
@@ -41,6 +47,13 @@ function emptyWords(store) {
   if (store.link.state === 'failed') return 'There is no engine to answer.';
   return 'Nothing asked yet. Type a prompt and press Enter, or press “8 examples”. While they are answered, send another '
     + 'and watch it being injected.';
+}
+
+/** The order of cards: the running ones by slot, as in the timeline, then the finished, then the queue. */
+function rank(card) {
+  if (card.state === 'waiting') return 1e6 + card.number;
+  if (card.state === 'finished') return 1e5 - card.number;
+  return card.slot ?? 0;
 }
 
 function makeCard(card, store, feed) {
@@ -63,17 +76,20 @@ function makeCard(card, store, feed) {
   root.addEventListener('focusin', isolate);
   root.addEventListener('pointerleave', () => store.isolate(null));
   root.addEventListener('focusout', () => store.isolate(null));
-  return { card, root, badge, state, details, stop, way, answer };
+  return { card, look: null, root, badge, state, details, stop, way, answer };
 }
 
 function updateCard(node, card, store) {
   const slot = card.slot ?? null;
-  const look = slot === null ? null : slotLook(slot);
-  node.root.dataset.state = card.state;
+  const look = slot === null ? plain : slotLook(slot);
+  if (node.look !== look) { // only what changed: every style that is set costs a layout
+    node.look = look;
+    node.root.style.setProperty('--slot', look.fill);
+    node.root.style.setProperty('--slot-edge', look.edge);
+    node.root.style.setProperty('--slot-text', look.text);
+  }
+  if (node.root.dataset.state !== card.state) node.root.dataset.state = card.state;
   node.root.classList.toggle('glass-isolated', store.isolated !== null && store.isolated === card.key);
-  node.root.style.setProperty('--slot', look ? look.fill : 'var(--glass-line)');
-  node.root.style.setProperty('--slot-edge', look ? look.edge : 'var(--glass-edge)');
-  node.root.style.setProperty('--slot-text', look ? look.text : 'var(--glass-muted)');
   setText(node.badge, card.state === 'finished' ? (card.finish === 'abort' ? '■' : card.finish === 'error' ? '!' : '✓') : slotLetter(slot));
   setText(node.state, stateWords(card));
   setText(node.details, detailWords(card));

@@ -24,11 +24,17 @@ export function legend(entries) {
     list.append(el('li', {}, canvas, text));
     return { canvas, paint, text };
   });
-  const draw = () => swatches.forEach(({ canvas, paint }) => {
-    const context = fitCanvas(canvas, 14, 14);
-    context.clearRect(0, 0, 14, 14);
-    paint(context, 14, 14);
-  });
+  let drawn = null;
+  /** Draw the swatches if the theme's inks are not those of the last time. */
+  const draw = (inks) => {
+    if (inks === drawn) return;
+    drawn = inks;
+    swatches.forEach(({ canvas, paint }) => {
+      const context = fitCanvas(canvas, 14, 14);
+      context.clearRect(0, 0, 14, 14);
+      paint(context, 14, 14);
+    });
+  };
   return { list, draw, texts: swatches.map((swatch) => swatch.text) };
 }
 
@@ -63,6 +69,16 @@ export function figure(number) {
   if (number >= 100) return count(number);
   if (number >= 10) return number.toFixed(number >= 20 ? 0 : 1);
   return number.toFixed(number >= 1 ? 1 : 2);
+}
+
+/** A `draw` that rests while its panel is out of sight, and catches up when it comes into view. */
+export function whileInSight(panel, draw) {
+  let inSight = true;
+  new IntersectionObserver(([entry]) => {
+    inSight = entry.isIntersecting;
+    if (inSight) draw();
+  }, { rootMargin: '200px' }).observe(panel);
+  return () => { if (inSight) draw(); };
 }
 
 /** Say what a picture shows, at most every five seconds, for those who cannot see it. */

@@ -78,19 +78,17 @@ export class Store {
   applyOwn(own) {
     const present = new Set(own.numbers);
     for (const number of this.cards.keys()) if (!present.has(number)) this.cards.delete(number);
-    for (const { number, from, more, end, ...news } of own.cards) {
-      const card = this.cards.get(number) || { number, text: '', end: 0 };
+    for (const { number, from, more, end, stamp, prompt, told } of own.cards) {
+      const card = this.cards.get(number) || { number, prompt, text: '' };
       card.text = from === 0 ? more : card.text + more;
-      Object.assign(card, news, { end });
+      Object.assign(card, told, { end, stamp });
       this.cards.set(number, card);
     }
   }
 
-  /** How much of each card the page holds already, as a poll tells it: -1 for a finished one. */
+  /** What the page holds of each card already, as a poll tells it: characters of its answer, stamp of its state. */
   have() {
-    return Object.fromEntries(
-      [...this.cards.values()].map((card) => [card.number, card.state === 'finished' ? -1 : card.end]),
-    );
+    return Object.fromEntries([...this.cards.values()].map((card) => [card.number, [card.end, card.stamp]]));
   }
 
   slotOf(key) {

@@ -6,20 +6,39 @@ const LETTERS = 'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz';
 
 export const MODES = ['naive', 'static', 'continuous'];
 
-export function isDark() {
-  return document.body.classList.contains('dark') || document.documentElement.classList.contains('dark');
-}
+const callbacks = [];
+let dark = null;
+let known = null; // inks of the present theme: reading CSS for every picture would cost more than drawing it
 
-/** Call back when Gradio switches between light and dark. */
-export function onThemeChange(callback) {
-  const observer = new MutationObserver(callback);
+function watchTheme() {
+  const observer = new MutationObserver(() => {
+    dark = known = null;
+    callbacks.forEach((callback) => callback());
+  });
   for (const node of [document.documentElement, document.body]) {
     observer.observe(node, { attributes: true, attributeFilter: ['class'] });
   }
 }
 
-/** The page's own CSS variables, as canvas needs them. */
+watchTheme();
+
+/** Call back when Gradio switches between light and dark. */
+export function onThemeChange(callback) {
+  callbacks.push(callback);
+}
+
+function isDark() {
+  dark ??= [document.body, document.documentElement].some((node) => node.classList.contains('dark'));
+  return dark;
+}
+
+/** The page's own CSS variables, as canvas needs them; the same object until the theme changes. */
 export function inks() {
+  known ??= readInks();
+  return known;
+}
+
+function readInks() {
   const style = getComputedStyle(document.body);
   const read = (name) => style.getPropertyValue(`--glass-${name}`).trim();
   return {
@@ -49,14 +68,14 @@ const looks = new Map();
 
 /** How a slot looks: fill, a darker (or, in the dark, lighter) edge of 3:1 contrast, text on the fill. */
 export function slotLook(slot) {
-  const dark = isDark();
-  const id = `${slot} ${dark}`;
+  const night = isDark();
+  const id = `${slot} ${night}`;
   if (!looks.has(id)) {
     const hue = HUES[slot % 8];
     const pale = Math.floor(slot / 8) % 2 === 1;
-    const fill = pale ? mix(hue, dark ? '#12151b' : '#ffffff', dark ? 0.42 : 0.45) : hue;
+    const fill = pale ? mix(hue, night ? '#12151b' : '#ffffff', night ? 0.42 : 0.45) : hue;
     const text = luminance(fill) > 0.22 ? '#11151c' : '#ffffff';
-    looks.set(id, { fill, edge: mix(hue, dark ? '#ffffff' : '#000000', dark ? 0.3 : 0.4), text, hue });
+    looks.set(id, { fill, edge: mix(hue, night ? '#ffffff' : '#000000', night ? 0.3 : 0.4), text, hue });
   }
   return looks.get(id);
 }

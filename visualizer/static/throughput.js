@@ -3,7 +3,7 @@
 import { el, figure, heading, setText } from './dom.js';
 import { MODES, inks, onThemeChange } from './theme.js';
 
-const HEIGHT = 190;
+const HEIGHT = 232;
 
 export function mountThroughput(root, store, links) {
   const { head, figure: note } = heading('Throughput',

@@ -1,6 +1,6 @@
 // Slots over time: a row is a slot, a column is a step.
 
-import { count, el, fitCanvas, heading, legend, setText, summary } from './dom.js';
+import { count, el, fitCanvas, heading, legend, setText, summary, whileInSight } from './dom.js';
 import { hatch, inks, nobody, slotLetter, slotLook } from './theme.js';
 import { explorable } from './tooltip.js';
 
@@ -72,14 +72,14 @@ export function mountTimeline(root, store) {
       context.textAlign = 'right';
       if (row >= 10 || slot % 2 === 0) context.fillText(slotLetter(slot), LEFT - 10, y + row / 2);
       context.fillStyle = ink.idle;
-      context.fillRect(LEFT, y + row / 2, plot, 1);
+      context.fillRect(LEFT, Math.floor(y + row / 2), plot, 1);
       drawRow(context, slot, y, ink);
     }
     drawModes(context, ink);
     drawMarks(context, ink);
     drawQueue(context, TOP + rows * row + 4, ink);
     drawAxis(context, height - AXIS, ink);
-    key.draw();
+    key.draw(ink);
     say(describe());
   }
 
@@ -260,7 +260,7 @@ export function mountTimeline(root, store) {
   }
 
   explorable(canvas, store, at, walk);
-  store.onChange(draw);
+  store.onChange(whileInSight(root, draw));
 }
 
 function bar(context, x, y, width, height, look) {
