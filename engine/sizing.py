@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
+import psutil
 import torch
 
 from engine.config import EngineConfig
@@ -48,5 +47,4 @@ def _default_budget(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * GPU_FREE_FRACTION)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(free * CPU_FREE_FRACTION), CPU_MOST_BYTES)
+    return min(int(psutil.virtual_memory().available * CPU_FREE_FRACTION), CPU_MOST_BYTES)

@@ -16,7 +16,7 @@ from engine.model import ModelLoadError, load_model
 from tests.support import assert_clean, collect, greedy, reference_model
 
 NUM_PROMPTS = 20
-NUM_TOKENS = 12
+NUM_TOKENS = [40] * 4 + [12] * 16  # of each prompt's output
 TIE = 1e-3
 
 
@@ -72,12 +72,12 @@ def expected(loaded, prompts) -> list[list[int]]:
             model.generate(
                 torch.tensor([prompt]),
                 attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                max_new_tokens=NUM_TOKENS,
-                min_new_tokens=NUM_TOKENS,
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
                 do_sample=False,
                 eos_token_id=None,
             )[0, len(prompt) :].tolist()
-            for prompt in prompts
+            for prompt, num_tokens in zip(prompts, NUM_TOKENS, strict=True)
         ]
 
 
@@ -97,7 +97,7 @@ def assert_equal(loaded, prompt: list[int], got: list[int], want: list[int]) -> 
 @pytest.mark.parametrize("mode", ["naive", "static", "continuous"])
 def test_greedy_equals_transformers(loaded, prompts, expected, mode):
     llm = LLM.from_loaded(loaded, mode=mode, num_blocks=128, max_num_seqs=8, max_model_len=256)
-    outputs = llm.generate(prompts, greedy(NUM_TOKENS), use_tqdm=False)
+    outputs = llm.generate(prompts, [greedy(num_tokens) for num_tokens in NUM_TOKENS], use_tqdm=False)
     for prompt, output, want in zip(prompts, outputs, expected, strict=True):
         assert_equal(loaded, prompt, output.outputs[0].token_ids, want)
     assert_clean(llm)
@@ -108,7 +108,7 @@ def test_injected_and_preempted_equal_transformers(loaded, prompts, expected):
     llm = LLM.from_loaded(loaded, num_blocks=12, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256)
     outputs = {}
     for number, prompt in enumerate(prompts):
-        llm.engine.add_request(str(number), prompt, greedy(NUM_TOKENS))
+        llm.engine.add_request(str(number), prompt, greedy(NUM_TOKENS[number]))
         for _ in range(2):
             collect(outputs, llm.engine.step())
     while llm.engine.has_unfinished():
@@ -124,7 +124,7 @@ def test_mode_switches_mid_flight_equal_transformers(loaded, prompts, expected):
     llm = LLM.from_loaded(loaded, num_blocks=64, max_num_seqs=4, max_model_len=256)
     some = range(0, NUM_PROMPTS, 4)
     for number in some:
-        llm.engine.add_request(str(number), prompts[number], greedy(NUM_TOKENS))
+        llm.engine.add_request(str(number), prompts[number], greedy(NUM_TOKENS[number]))
     outputs = {}
     for mode in ("static", "naive", "continuous"):
         for _ in range(7):
