@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
             stages.append(stage)
             print(f"  {stage}", flush=True)
 
-    app = build_app(host)
+    app = build_app(host, os.environ.get("GRADIO_ROOT_PATH"))
     shown = "127.0.0.1" if args.host == "0.0.0.0" else args.host
     print(f"Glass Engine: http://{shown}:{args.port}", flush=True)
     host.load(make_llm, report)

@@ -165,7 +165,7 @@ def test_a_visit_with_the_real_model(visit):
         page.wait_for_function(
             "document.querySelector('#glass-timeline .glass-sentence').textContent.includes('Static')"
         )
-        assert host.runner.stats().mode == "static"
+        assert host.live.runner.stats().mode == "static"
         page.click("#glass-stop-all")
         seen.wait_for_cards(9, "finished")
         text = page.locator(".glass-answer").all_inner_texts()
@@ -222,7 +222,7 @@ def test_two_visitors_share_the_engine_and_no_text(tiny, visit):
     one.wait_for_cards(1)
     one.switch("naive")
     two.page.wait_for_function("document.querySelector('#glass-mode input:checked').value === 'naive'")
-    assert host.runner.stats().mode == "naive"
+    assert host.live.runner.stats().mode == "naive"
     assert two.cards() == 0 and "secret" not in two.page.content()
     two.switch("continuous")
     one.page.wait_for_function("document.querySelector('#glass-mode input:checked').value === 'continuous'")
@@ -236,7 +236,7 @@ def test_a_closed_tab_ends_its_requests(tiny, visit):
     seen.wait_for_cards(32)
     seen.close()
     end = time.monotonic() + 15
-    while (stats := host.runner.stats()).num_running + stats.num_waiting:
+    while (stats := host.live.runner.stats()).num_running + stats.num_waiting:
         assert time.monotonic() < end, "requests of a closed tab still run"
         time.sleep(0.1)
 
