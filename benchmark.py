@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import get_args
@@ -122,12 +121,12 @@ def measure(args: argparse.Namespace) -> tuple[list[Arm], dict]:
 
     arms = []
     for mode in args.modes:
-        with _bar(mode, num_output_tokens(work)) as update:
-            arms.append(run_mode(llm.engine, mode, work, progress=update))
+        with _bar(mode, num_output_tokens(work)) as bar:
+            arms.append(run_mode(llm.engine, mode, work, progress=bar.update))
     if args.hf:
         part = work[: args.hf]
-        with _bar("transformers", num_output_tokens(part)) as update:
-            arms.append(run_transformers(llm.model_path, info.dtype, info.device, part, progress=update))
+        with _bar("transformers", num_output_tokens(part)) as bar:
+            arms.append(run_transformers(llm.model_path, info.dtype, info.device, part, progress=bar.update))
     facts = {
         "model": info.model,
         "dtype": info.dtype,
@@ -146,17 +145,9 @@ def measure(args: argparse.Namespace) -> tuple[list[Arm], dict]:
     return arms, facts
 
 
-class _bar:
-    """A progress bar in output tokens, as a context manager that gives the function to advance it."""
-
-    def __init__(self, name: str, total: int):
-        self._bar = tqdm(total=total, desc=name, unit=" tok", leave=False, disable=None, dynamic_ncols=True)
-
-    def __enter__(self) -> Callable[[int], object]:
-        return self._bar.update
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()
+def _bar(name: str, total: int) -> tqdm:
+    """A progress bar in output tokens; none where the output is no terminal."""
+    return tqdm(total=total, desc=name, unit=" tok", leave=False, disable=None, dynamic_ncols=True)
 
 
 def summary(arms: list[Arm], facts: dict) -> str:
@@ -200,7 +191,11 @@ def _headlines(arms: list[Arm]) -> list[str]:
         if reason := why_unfair(arm, base):
             lines.append(f"No speed-up over {base_name}: {reason}.")
         else:
-            part = f" (estimated from its first {len(base.work)} requests)" if is_estimate(arm, base) else ""
+            part = (
+                f" (estimated from {len(base.work)} of {len(arm.work)} requests)"
+                if is_estimate(arm, base)
+                else ""
+            )
             lines.append(f"Speed-up of {name} over {base_name}: {report.speed_up(arm, base)}{part}.")
     lines += [
         f"{arm.name} preempted {arm.usage.num_preemptions} times for lack of blocks."

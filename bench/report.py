@@ -88,17 +88,26 @@ def weight_bytes(model_path: Path, dtype: str) -> int:
     return sum(sizes.values()) * getattr(torch, dtype).itemsize
 
 
+def ratio(arm: Arm, base: Arm | None) -> float | None:
+    """How many times as fast as `base`; None if that would mean nothing."""
+    if base is None or why_unfair(arm, base):
+        return None
+    return arm.tokens_per_second / base.tokens_per_second
+
+
 def speed_up(arm: Arm, base: Arm | None) -> str:
     """ "12.3x", "~12.3x" if it is an estimate, "-" if it would mean nothing."""
-    if base is None or why_unfair(arm, base):
+    times = ratio(arm, base)
+    if base is None or times is None:
         return "-"
-    return f"{'~' * is_estimate(arm, base)}{arm.tokens_per_second / base.tokens_per_second:.1f}x"
+    return f"{'~' * is_estimate(arm, base)}{times:.1f}x"
 
 
 def table(arms: Sequence[Arm], num_weight_bytes: int) -> str:
     """A Markdown table whose columns line up as plain text too. Speed-ups are over the naive mode."""
     naive = next((arm for arm in arms if arm.name == "naive"), None)
-    rows = [HEADER, *(_row(arm, naive, num_weight_bytes) for arm in arms)]
+    num_requests = max(len(arm.work) for arm in arms)
+    rows = [HEADER, *(_row(arm, naive, num_requests, num_weight_bytes) for arm in arms)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = [
         "| "
@@ -116,12 +125,12 @@ def _pad(cell: str, width: int, column: int) -> str:
     return cell.ljust(width) if column == 0 else cell.rjust(width)
 
 
-def _row(arm: Arm, naive: Arm | None, num_weight_bytes: int) -> tuple[str, ...]:
+def _row(arm: Arm, naive: Arm | None, num_requests: int, num_weight_bytes: int) -> tuple[str, ...]:
     first, gaps, usage = arm.first_token_times, arm.gaps, arm.usage
     name = arm.name
-    if naive and is_estimate(arm, naive):
+    if len(arm.work) < num_requests:
         name += f" (first {len(arm.work)})"
-    memory = ("-",) * 5
+    memory: tuple[str, ...] = ("-",) * 5
     if usage:
         shares = (usage.wasted_slot_steps, usage.peak_kv, usage.mean_kv, usage.written_kv)
         rate = usage.num_steps * num_weight_bytes / arm.seconds / 1e9
@@ -139,26 +148,22 @@ def _row(arm: Arm, naive: Arm | None, num_weight_bytes: int) -> tuple[str, ...]:
 def as_json(arms: Sequence[Arm], facts: dict[str, Any]) -> str:
     """Everything the table says, unrounded, and the setting it was measured in."""
     naive = next((arm for arm in arms if arm.name == "naive"), None)
-    runs = []
-    for arm in arms:
-        comparable = naive is not None and why_unfair(arm, naive) is None
-        runs.append(
-            {
-                "mode": arm.name,
-                "dtype": arm.dtype,
-                "num_requests": len(arm.work),
-                "num_output_tokens": arm.num_output,
-                "seconds": arm.seconds,
-                "set_up_seconds": arm.set_up_seconds,
-                "tokens_per_second": arm.tokens_per_second,
-                "speed_up_over_naive": arm.tokens_per_second / naive.tokens_per_second
-                if comparable
-                else None,
-                "ttft_seconds": _spread(arm.first_token_times),
-                "token_gap_seconds": _spread(arm.gaps),
-                "usage": asdict(arm.usage) if arm.usage else None,
-            }
-        )
+    runs = [
+        {
+            "mode": arm.name,
+            "dtype": arm.dtype,
+            "num_requests": len(arm.work),
+            "num_output_tokens": arm.num_output,
+            "seconds": arm.seconds,
+            "set_up_seconds": arm.set_up_seconds,
+            "tokens_per_second": arm.tokens_per_second,
+            "speed_up_over_naive": ratio(arm, naive),
+            "ttft_seconds": _spread(arm.first_token_times),
+            "token_gap_seconds": _spread(arm.gaps),
+            "usage": asdict(arm.usage) if arm.usage else None,
+        }
+        for arm in arms
+    ]
     return json.dumps({**facts, "runs": runs}, indent=2)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from bench.measures import Arm, InvalidRun, measure_usage
 from bench.workload import WorkItem, num_output_tokens
@@ -25,15 +26,17 @@ class Clock:
     sleep = staticmethod(time.sleep)
 
 
+REAL_CLOCK = Clock()
+
+
 def run_mode(
     engine: ContinuousEngine,
     mode: Mode,
     work: Sequence[WorkItem],
-    clock: Clock | None = None,
+    clock: Clock = REAL_CLOCK,
     progress: Progress = lambda count: None,
 ) -> Arm:
     """Warm up, then run the work in a mode and measure it. Raises InvalidRun if any of it goes wrong."""
-    clock = clock or Clock()
     check_fits(engine, work)
     engine.set_mode(mode)
     started = clock.now()
@@ -118,7 +121,7 @@ def run_transformers(
     dtype: str,
     device: str,
     work: Sequence[WorkItem],
-    clock: Clock | None = None,
+    clock: Clock = REAL_CLOCK,
     progress: Progress = lambda count: None,
 ) -> Arm:
     """`transformers` `generate` on the same weights, one request after the other, with its KV cache on."""
@@ -128,9 +131,9 @@ def run_transformers(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # the benchmark has one of its own
-    clock = clock or Clock()
     started = clock.now()
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype)).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype))
+    model.to(device).eval()
 
     class Stopwatch(BaseStreamer):
         """Notes when each token comes. Its first call brings the prompt."""
