@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 import uvicorn
 
+from app import open_port
 from engine import LLM
 from tests.support import tiny_llm
 from visualizer import EngineHost, build_app
@@ -49,9 +49,7 @@ def browser():
 @contextlib.contextmanager
 def serving(host: EngineHost, port: int = 0) -> Iterator[int]:
     """The page of a host on a port of this machine."""
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind(("127.0.0.1", port))
+    sock = open_port("127.0.0.1", port)
     config = uvicorn.Config(build_app(host), log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
