@@ -6,6 +6,8 @@ The server is up at once; the model loads behind it, with its progress here and 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import os
 import socket
 import sys
@@ -27,7 +29,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def open_port(host: str, port: int) -> socket.socket:
     """A bound socket, or a clear end if the port is taken."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Naming the protocol matters: asyncio turns Nagle's delay (40 ms a poll) off only if it sees TCP.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
@@ -46,6 +50,12 @@ def main(argv: list[str] | None = None) -> None:
     import uvicorn
 
     from visualizer import EngineHost, build_app
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            # Open pages hold a stream each. Cutting them is no error worth a traceback.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            await super().shutdown(sockets)
 
     host = EngineHost()
 
@@ -71,13 +81,14 @@ def main(argv: list[str] | None = None) -> None:
             stages.append(stage)
             print(f"  {stage}", flush=True)
 
-    app = build_app(host)
+    app = build_app(host, os.environ.get("GRADIO_ROOT_PATH"))
     shown = "127.0.0.1" if args.host == "0.0.0.0" else args.host
     print(f"Glass Engine: http://{shown}:{args.port}", flush=True)
     host.load(make_llm, report)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
     try:
-        uvicorn.Server(config).run(sockets=[sock])
+        with contextlib.suppress(KeyboardInterrupt):
+            Server(config).run(sockets=[sock])
     finally:
         host.close()
 

@@ -37,7 +37,7 @@ def client(host):
 
 def prompt(host: EngineHost, text: str = SECRET, max_tokens: int = 8) -> Prompt:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return Prompt(text, host.chat_ids(text), params)
+    return Prompt(text, host.live.chat_ids(text), params)
 
 
 def poll(client, token=None, cursor=None, have=None) -> dict:
@@ -55,8 +55,8 @@ def wait_for(condition, seconds: float = 20.0):
 
 
 def test_an_answer_arrives_piece_by_piece(host, client):
-    token = host.visitors.open("pieces")
-    host.visitors.submit("pieces", [prompt(host, max_tokens=60)])
+    token = host.live.visitors.open("pieces")
+    host.live.visitors.submit("pieces", [prompt(host, max_tokens=60)])
     text, held, states = "", {}, []
     while True:
         for card in poll(client, token, have=held)["own"]["cards"]:
@@ -66,16 +66,16 @@ def test_an_answer_arrives_piece_by_piece(host, client):
         if states[-1:] == ["finished"]:
             break
         time.sleep(0.01)
-    (card,) = host.visitors._by_token[token].cards.values()
+    (card,) = host.live.visitors._by_token[token].cards.values()
     assert text == card.handle.result(1).outputs[0].text
     assert card.handle.num_output_tokens == 60
     assert poll(client, token, have=held)["own"] == {"numbers": [1], "cards": []}
 
 
 def test_nobody_sees_anothers_text(host, client):
-    mine, other = host.visitors.open("mine"), host.visitors.open("other")
+    mine, other = host.live.visitors.open("mine"), host.live.visitors.open("other")
     assert mine != other and len(mine) >= 32
-    host.visitors.submit("mine", [prompt(host)])
+    host.live.visitors.submit("mine", [prompt(host)])
     answers = []
     for _ in range(40):
         answers.append(client.get(f"{BASE}/feed").text)
@@ -87,13 +87,13 @@ def test_nobody_sees_anothers_text(host, client):
         assert SECRET not in answer and mine not in answer
     assert poll(client, "no-such-token")["own"] is None
     assert "own" not in poll(client)
-    events = repr(host.feed._bus.read(0))
+    events = repr(host.live.feed._bus.read(0))
     assert SECRET not in events and mine not in events and "mine" not in events
 
 
 def test_only_the_owner_stops_a_request(host, client):
-    token, thief = host.visitors.open("owner"), host.visitors.open("thief")
-    host.visitors.submit("owner", [prompt(host, max_tokens=200)])
+    token, thief = host.live.visitors.open("owner"), host.live.visitors.open("thief")
+    host.live.visitors.submit("owner", [prompt(host, max_tokens=200)])
     for stolen in (thief, "x", None, 5):
         assert client.post(f"{BASE}/stop", json={"token": stolen, "card": 1}).json() == {"stopped": False}
     assert client.post(f"{BASE}/stop", json={"token": token, "card": 1}).json() == {"stopped": True}
@@ -101,29 +101,29 @@ def test_only_the_owner_stops_a_request(host, client):
         lambda: [c for c in poll(client, token)["own"]["cards"] if c["told"]["state"] == "finished"]
     )[0]
     assert card["told"]["finish"] == "abort"
-    host.visitors.clear_finished("owner")
+    host.live.visitors.clear_finished("owner")
     assert poll(client, token)["own"] == {"numbers": [], "cards": []}
 
 
 def test_limits_are_said_and_queue_nothing(host):
-    before = host.runner.stats().num_waiting + host.runner.stats().num_running
+    before = host.live.runner.stats().num_waiting + host.live.runner.stats().num_running
     with pytest.raises(Refused, match=f"{MAX_ACTIVE_PER_VISITOR} is the most for one visitor"):
-        host.visitors.submit("greedy", [prompt(host)] * (MAX_ACTIVE_PER_VISITOR + 1))
+        host.live.visitors.submit("greedy", [prompt(host)] * (MAX_ACTIVE_PER_VISITOR + 1))
     with pytest.raises(Refused, match=r"refused this request: .*256"):
-        host.visitors.submit("greedy", [prompt(host), prompt(host, "long " * 400)])
-    stats = host.runner.stats()
+        host.live.visitors.submit("greedy", [prompt(host), prompt(host, "long " * 400)])
+    stats = host.live.runner.stats()
     assert stats.num_waiting + stats.num_running == before
     assert poll_numbers(host, "greedy") == []
 
 
 def poll_numbers(host, session: str) -> list[int]:
-    return host.visitors.view(host.visitors.open(session), {})["numbers"]
+    return host.live.visitors.view(host.live.visitors.open(session), {})["numbers"]
 
 
 def test_the_gone_are_cleaned_up(host):
     """A closed tab, and one that fell silent, end their requests; a visitor who polls stays."""
     now = [100.0]
-    visitors = Visitors(host.runner, host.feed, clock=lambda: now[0])
+    visitors = Visitors(host.live.runner, host.live.feed, clock=lambda: now[0])
     stays, silent = visitors.open("stays"), visitors.open("silent")
     for session in ("stays", "silent", "closed"):
         visitors.submit(session, [prompt(host, max_tokens=230)])
@@ -153,8 +153,8 @@ def test_a_strange_poll_is_harmless(client, body):
 
 
 def test_strange_counts_are_harmless(host, client):
-    token = host.visitors.open("strange")
-    host.visitors.submit("strange", [prompt(host)])
+    token = host.live.visitors.open("strange")
+    host.live.visitors.submit("strange", [prompt(host)])
     for have in (
         {"1": [10**9, 0]},
         {"1": [-7, 0]},
@@ -220,3 +220,9 @@ def test_options():
     args = entry.parse_args(["--model", "m", "--mode", "static", "--max-num-seqs", "4", "--port", "1234"])
     assert (args.model, args.mode, args.max_num_seqs, args.port) == ("m", "static", 4, 1234)
     assert (args.num_blocks, args.max_model_len) == (128, 512)
+
+
+def test_a_proxy_may_show_the_page_elsewhere():
+    with TestClient(build_app(EngineHost(), root_path="/shown/here")) as client:
+        assert "/shown/here" in client.get("/").text
+        assert poll(client)["status"]["state"] == "loading"

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 import uvicorn
 
+from app import open_port
 from engine import LLM
 from tests.support import tiny_llm
 from visualizer import EngineHost, build_app
@@ -49,9 +49,7 @@ def browser():
 @contextlib.contextmanager
 def serving(host: EngineHost, port: int = 0) -> Iterator[int]:
     """The page of a host on a port of this machine."""
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind(("127.0.0.1", port))
+    sock = open_port("127.0.0.1", port)
     config = uvicorn.Config(build_app(host), log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
@@ -165,7 +163,7 @@ def test_a_visit_with_the_real_model(visit):
         page.wait_for_function(
             "document.querySelector('#glass-timeline .glass-sentence').textContent.includes('Static')"
         )
-        assert host.runner.stats().mode == "static"
+        assert host.live.runner.stats().mode == "static"
         page.click("#glass-stop-all")
         seen.wait_for_cards(9, "finished")
         text = page.locator(".glass-answer").all_inner_texts()
@@ -222,7 +220,7 @@ def test_two_visitors_share_the_engine_and_no_text(tiny, visit):
     one.wait_for_cards(1)
     one.switch("naive")
     two.page.wait_for_function("document.querySelector('#glass-mode input:checked').value === 'naive'")
-    assert host.runner.stats().mode == "naive"
+    assert host.live.runner.stats().mode == "naive"
     assert two.cards() == 0 and "secret" not in two.page.content()
     two.switch("continuous")
     one.page.wait_for_function("document.querySelector('#glass-mode input:checked').value === 'continuous'")
@@ -236,7 +234,7 @@ def test_a_closed_tab_ends_its_requests(tiny, visit):
     seen.wait_for_cards(32)
     seen.close()
     end = time.monotonic() + 15
-    while (stats := host.runner.stats()).num_running + stats.num_waiting:
+    while (stats := host.live.runner.stats()).num_running + stats.num_waiting:
         assert time.monotonic() < end, "requests of a closed tab still run"
         time.sleep(0.1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from engine import EngineRunner
@@ -15,20 +16,35 @@ from .visitors import Visitors
 Progress = Callable[[str, float], None]
 
 
+@dataclass(frozen=True)
+class LiveEngine:
+    """An engine that runs, and what the page needs around it."""
+
+    runner: EngineRunner
+    feed: Feed
+    visitors: Visitors
+    tokenizer: Any
+
+    def chat_ids(self, text: str) -> list[int]:
+        """Token ids of a one-message chat; of the bare text if the model has no chat template."""
+        tokenizer = self.tokenizer
+        if not getattr(tokenizer, "chat_template", None):
+            return list(tokenizer(text)["input_ids"])
+        messages = [{"role": "user", "content": text}]
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+
 class EngineHost:
-    """Owns engine, runner, feed and visitors for a page that is served before they exist."""
+    """What a page is served from, also before there is an engine."""
 
     def __init__(self) -> None:
         self.state = "loading"  # "loading" | "ready" | "failed"
         self.stage = "starting"
         self.fraction = 0.0
         self.error = ""
-        self.tokenizer: Any = None
-        self.runner: EngineRunner | None = None
-        self.feed: Feed | None = None
-        self.visitors: Visitors | None = None
+        self.live: LiveEngine | None = None  # there exactly from "ready" on
         self._closing = threading.Event()
-        self._reaper: threading.Thread | None = None
 
     @classmethod
     def of(cls, llm) -> EngineHost:
@@ -61,41 +77,30 @@ class EngineHost:
         threading.Thread(target=work, name="glass-loader", daemon=True).start()
 
     def attach(self, llm) -> None:
-        self.tokenizer = llm.tokenizer
-        self.runner = EngineRunner(llm.engine)
-        self.feed = Feed(llm.engine.events).start()
-        self.visitors = Visitors(self.runner, self.feed)
-        self._reaper = threading.Thread(target=self._reap, name="glass-reaper", daemon=True)
-        self._reaper.start()
+        runner = EngineRunner(llm.engine)
+        feed = Feed(llm.engine.events).start()
+        visitors = Visitors(runner, feed)
+        self.live = LiveEngine(runner, feed, visitors, llm.tokenizer)
+        threading.Thread(target=self._reap, args=(visitors,), name="glass-reaper", daemon=True).start()
         self.state = "ready"
 
-    def _reap(self) -> None:
+    def _reap(self, visitors: Visitors) -> None:
         while not self._closing.wait(2.0):
-            self.visitors.reap()
+            visitors.reap()
 
     def status(self) -> dict[str, Any]:
         """What a page says while there is no engine, as JSON data."""
-        if self.state == "ready" and not self.runner.healthy:
+        if self.live and not self.live.runner.healthy:
             return {"state": "failed", "error": "It stopped after an internal error (see the terminal)."}
-        if self.state == "ready":
+        if self.live:
             return {"state": "ready"}
         if self.state == "failed":
             return {"state": "failed", "error": self.error}
         return {"state": "loading", "stage": self.stage, "fraction": round(self.fraction, 3)}
 
-    def chat_ids(self, text: str) -> list[int]:
-        """Token ids of a one-message chat; of the bare text if the model has no chat template."""
-        tokenizer = self.tokenizer
-        if not getattr(tokenizer, "chat_template", None):
-            return list(tokenizer(text)["input_ids"])
-        messages = [{"role": "user", "content": text}]
-        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
-
     def close(self) -> None:
         """Stop the threads. Running requests are ended."""
         self._closing.set()
-        if self.feed:
-            self.feed.close()
-        if self.runner:
-            self.runner.shutdown(drain=False)
+        if self.live:
+            self.live.feed.close()
+            self.live.runner.shutdown(drain=False)

@@ -8,17 +8,20 @@ times a second does not belong in a queue.
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Callable
 from typing import Any
 
 import gradio as gr
 
 from engine import SamplingParams
+from engine.events import Mode
 
 from .examples import EXAMPLES, Example
-from .host import EngineHost
+from .host import EngineHost, LiveEngine
 from .visitors import MAX_PROMPT_CHARS, Prompt, Refused
 
+NOT_READY = "The model is not ready yet. Please wait until it is loaded."
 MODES = ("naive", "static", "continuous")
 
 # The hub is the one component through which Python and the scripts speak: its value carries the token
@@ -59,21 +62,21 @@ def build_page(host: EngineHost, version: str, plotly_version: str) -> gr.Blocks
 
     def hub_value(request: gr.Request, notice: str = "", refused: str = "") -> dict[str, Any]:
         """What the hub tells one page. The serial makes each value new, so that none is overlooked."""
-        token = host.visitors.open(request.session_hash) if host.state == "ready" else ""
+        token = host.live.visitors.open(session_of(request)) if host.live else ""
         return {"token": token, "notice": notice, "refused": refused, "serial": next(serial)}
 
-    def ask(request: gr.Request, make_prompts: Callable[[], list[Prompt]]) -> str:
+    def ask(request: gr.Request, make_prompts: Callable[[LiveEngine], list[Prompt]]) -> str:
         """Submit prompts; the notice to show, empty if all went well."""
-        if host.state != "ready":
-            return "The model is not ready yet. Please wait until it is loaded."
+        if host.live is None:
+            return NOT_READY
         try:
-            host.visitors.submit(request.session_hash, make_prompts())
+            host.live.visitors.submit(session_of(request), make_prompts(host.live))
         except (ValueError, RuntimeError) as error:  # refused, or the engine is not healthy
             return str(error)
         return ""
 
     def send(text: str, max_tokens: int, temperature: float, request: gr.Request):
-        def prompts() -> list[Prompt]:
+        def prompts(live: LiveEngine) -> list[Prompt]:
             if not text.strip():
                 raise Refused("Please type a prompt first.")
             if len(text) > MAX_PROMPT_CHARS:
@@ -82,18 +85,18 @@ def build_page(host: EngineHost, version: str, plotly_version: str) -> gr.Blocks
                     "Please shorten it."
                 )
             params = SamplingParams(max_tokens=int(max_tokens), temperature=float(temperature))
-            return [Prompt(text, host.chat_ids(text), params)]
+            return [Prompt(text, live.chat_ids(text), params)]
 
         notice = ask(request, prompts)
         return hub_value(request, notice, refused=text.strip() if notice else "")
 
     def send_examples(examples: tuple[Example, ...]):
         def handler(temperature: float, request: gr.Request):
-            def prompts() -> list[Prompt]:
+            def prompts(live: LiveEngine) -> list[Prompt]:
                 return [
                     Prompt(
                         example.text,
-                        host.chat_ids(example.text),
+                        live.chat_ids(example.text),
                         SamplingParams(max_tokens=example.max_tokens, temperature=float(temperature)),
                     )
                     for example in examples
@@ -103,26 +106,26 @@ def build_page(host: EngineHost, version: str, plotly_version: str) -> gr.Blocks
 
         return handler
 
-    def set_mode(mode: str, request: gr.Request):
-        if host.state != "ready":
-            return hub_value(request, "The model is not ready yet. Please wait until it is loaded.")
-        host.runner.set_mode(mode)
+    def set_mode(mode: Mode, request: gr.Request):
+        if host.live is None:
+            return hub_value(request, NOT_READY)
+        host.live.runner.set_mode(mode)
         return hub_value(request)
 
     def stop_all(request: gr.Request) -> None:
-        if host.state == "ready":
-            host.visitors.stop_all(request.session_hash)
+        if host.live:
+            host.live.visitors.stop_all(session_of(request))
 
     def clear_finished(request: gr.Request) -> None:
-        if host.state == "ready":
-            host.visitors.clear_finished(request.session_hash)
+        if host.live:
+            host.live.visitors.clear_finished(session_of(request))
 
     def hello(request: gr.Request):
         return hub_value(request)
 
     def goodbye(request: gr.Request) -> None:
-        if host.state == "ready":
-            host.visitors.close(request.session_hash)
+        if host.live:
+            host.live.visitors.close(session_of(request))
 
     with gr.Blocks(title="Glass Engine", analytics_enabled=False, fill_width=True) as demo:
         with gr.Row(elem_id="glass-top"):
@@ -206,6 +209,11 @@ def build_page(host: EngineHost, version: str, plotly_version: str) -> gr.Blocks
         demo.load(hello, None, [hub], **quick)
         demo.unload(goodbye)
     return demo
+
+
+def session_of(request: gr.Request) -> str:
+    """The page's session. A call from no page has none, and gets one that nobody can come back to."""
+    return request.session_hash or secrets.token_hex()
 
 
 def _mount(name: str, panel: bool = False) -> gr.HTML:

@@ -52,7 +52,7 @@ def build_routes(host: EngineHost, static: StaticFiles) -> APIRouter:
 
     def public(cursor: str | None) -> str:
         members = f'"status":{dumps(host.status())}'
-        return f"{members},{host.feed.read(cursor)}" if host.feed else members
+        return f"{members},{host.live.feed.read(cursor)}" if host.live else members
 
     @router.get("/feed")
     def feed(cursor: str | None = None) -> Response:
@@ -65,8 +65,8 @@ def build_routes(host: EngineHost, static: StaticFiles) -> APIRouter:
         body = await _body(request)
         cursor, token, have = body.get("cursor"), body.get("token"), body.get("have")
         members = public(cursor if isinstance(cursor, str) else None)
-        if host.state == "ready" and isinstance(token, str):
-            own = host.visitors.view(token, have if isinstance(have, dict) else {})
+        if host.live and isinstance(token, str):
+            own = host.live.visitors.view(token, have if isinstance(have, dict) else {})
             members += f',"own":{dumps(own)}'
         return _json("{" + members + "}")
 
@@ -75,9 +75,10 @@ def build_routes(host: EngineHost, static: StaticFiles) -> APIRouter:
         """Stop one of the visitor's own requests."""
         body = await _body(request)
         token, card = body.get("token"), body.get("card")
-        known = isinstance(token, str) and isinstance(card, int) and host.state == "ready"
-        done = known and await run_in_threadpool(host.visitors.stop, token, card)
-        return _json(dumps({"stopped": bool(done)}))
+        done = False
+        if host.live and isinstance(token, str) and isinstance(card, int):
+            done = await run_in_threadpool(host.live.visitors.stop, token, card)
+        return _json(dumps({"stopped": done}))
 
     @router.get("/static/{version}/{name}")
     def script(version: str, name: str) -> Response:

@@ -14,8 +14,11 @@ SANS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "DejaVu Sans", "sans
 MONO = ("ui-monospace", "SFMono-Regular", "Consolas", "DejaVu Sans Mono", "monospace")
 
 
-def build_app(host: EngineHost) -> FastAPI:
-    """The page for an engine host, ready for uvicorn. The engine may still be loading."""
+def build_app(host: EngineHost, root_path: str | None = None) -> FastAPI:
+    """The page for an engine host, ready for uvicorn. The engine may still be loading.
+
+    root_path: where a proxy shows the page, if not at its root ("/glass").
+    """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     static = StaticFiles()
     app.include_router(build_routes(host, static))
@@ -23,6 +26,7 @@ def build_app(host: EngineHost) -> FastAPI:
         app,
         build_page(host, static.version, plotly.__version__),
         path="/",
+        root_path=root_path,
         theme=gr.themes.Base(primary_hue="blue", neutral_hue="slate", font=SANS, font_mono=MONO),
         css_paths=[STATIC / "glass.css"],
         footer_links=[],

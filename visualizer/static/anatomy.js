@@ -24,8 +24,9 @@ export function mountAnatomy(root, store) {
   let cursor = null;
 
   function draw() {
-    if (!store.info) return;
     const ink = inks();
+    key.draw(ink);
+    if (!store.info) return;
     const width = frame.clientWidth;
     const plot = width - LEFT - 4;
     const shown = store.columns.slice(-Math.max(1, Math.floor(plot / BAR)));
@@ -66,7 +67,6 @@ export function mountAnatomy(root, store) {
     context.fillText('0', LEFT - 6, HEIGHT + BATCH - 6);
     context.fillStyle = ink.line;
     context.fillRect(LEFT, HEIGHT + BATCH - 4, plot, 1);
-    key.draw(ink);
     if (totals.length) {
       const mean = totals.reduce((sum, ms) => sum + ms, 0) / totals.length;
       const forward = shown.reduce((sum, column) => sum + column.times[2], 0) / totals.length;
@@ -105,7 +105,7 @@ export function mountAnatomy(root, store) {
   }
 
   explorable(canvas, store, at, walk);
-  store.onChange(whileInSight(root, draw));
+  store.onChange(whileInSight(root, store, draw));
 }
 
 function batch(column) {

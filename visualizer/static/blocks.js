@@ -27,8 +27,9 @@ export function mountBlocks(root, store) {
 
   function draw() {
     const { info, strip, blocks } = store;
-    if (!info) return;
     const ink = inks();
+    key.draw(ink);
+    if (!info) return;
     const per = info.block_size;
     setText(head[1], `One cell is one block of ${per} tokens. Colour and letter: the slot that owns it. `
       + 'Height of the fill: tokens in it.');
@@ -49,7 +50,6 @@ export function mountBlocks(root, store) {
       if (block.written && block.written >= store.version - 1 && !dimmed(block)) late.push([x, y]);
     });
     late.forEach(([x, y]) => written(context, x, y, wide, tall, ink));
-    key.draw(ink);
     say(describe());
   }
 
@@ -130,7 +130,7 @@ export function mountBlocks(root, store) {
   }
 
   explorable(canvas, store, at, walk);
-  store.onChange(whileInSight(root, draw));
+  store.onChange(whileInSight(root, store, draw));
 }
 
 /** Cells as large as the width allows: few rows for a small pool, small cells for a large one. */
@@ -140,6 +140,7 @@ function layout(number, width) {
   let columns = Math.max(1, Math.ceil(number / rowsWanted));
   const least = width < 500 ? 14 : 9;
   columns = Math.min(columns, Math.floor((room + GAP) / (least + GAP)));
+  columns = Math.ceil(number / Math.ceil(number / columns)); // rows of equal length, if they can be
   const wide = Math.min(30, (room + GAP) / columns - GAP);
   const tall = Math.max(11, Math.min(32, wide * 1.35));
   return { columns, rows: Math.ceil(number / columns), wide, tall };

@@ -72,13 +72,18 @@ export function figure(number) {
 }
 
 /** A `draw` that rests while its panel is out of sight, and catches up when it comes into view. */
-export function whileInSight(panel, draw) {
+export function whileInSight(panel, store, draw) {
   let inSight = true;
+  let sized = false; // the first picture is drawn in any case: it gives the panel its height
   new IntersectionObserver(([entry]) => {
     inSight = entry.isIntersecting;
     if (inSight) draw();
   }, { rootMargin: '200px' }).observe(panel);
-  return () => { if (inSight) draw(); };
+  return () => {
+    if (!inSight && sized) return;
+    draw();
+    sized = store.info !== null;
+  };
 }
 
 /** Say what a picture shows, at most every five seconds, for those who cannot see it. */

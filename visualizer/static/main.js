@@ -69,7 +69,7 @@ function mountBanner(before, store) {
       setText(words, `Loading the model: ${stage}`);
       bar.value = fraction;
     } else if (state === 'failed') {
-      setText(words, `There is no engine to answer. ${error} Once that is mended, start the server again.`);
+      setText(words, `There is no engine to answer: ${error.replace(/[\s.]*$/, '')}. Once that is mended, start the server again.`);
     } else if (state === 'lost') {
       setText(words, 'The server does not answer. What you see is the last known state; this page goes on by itself.');
     }

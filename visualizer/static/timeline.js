@@ -46,8 +46,9 @@ export function mountTimeline(root, store) {
 
   function draw() {
     const { info, strip, columns } = store;
-    if (!info) return;
     const ink = inks();
+    key.draw(ink);
+    if (!info) return;
     setText(head[1], SENTENCES[strip.mode]);
     setText(key.texts[2], strip.slot_steps
       ? `idle while others wait: ${count(strip.wasted)} of ${count(strip.slot_steps)} slot-steps in ${strip.mode} mode`
@@ -79,7 +80,6 @@ export function mountTimeline(root, store) {
     drawMarks(context, ink);
     drawQueue(context, TOP + rows * row + 4, ink);
     drawAxis(context, height - AXIS, ink);
-    key.draw(ink);
     say(describe());
   }
 
@@ -260,7 +260,7 @@ export function mountTimeline(root, store) {
   }
 
   explorable(canvas, store, at, walk);
-  store.onChange(whileInSight(root, draw));
+  store.onChange(whileInSight(root, store, draw));
 }
 
 function bar(context, x, y, width, height, look) {
