@@ -122,9 +122,8 @@ def test_without_network_or_package_the_error_names_both_ways(monkeypatch, tmp_p
 
 def test_auto_dtype_follows_what_the_hardware_multiplies(monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    for amx, avx, expected in ((1, 0, torch.bfloat16), (0, 1, torch.bfloat16), (0, 0, torch.float32)):
+    for amx, expected in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx, raising=False)
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx=avx: avx, raising=False)
         assert choose_dtype("auto", cpu) == expected
     for capability, expected in (((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)

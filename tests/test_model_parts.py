@@ -10,22 +10,31 @@ import torch
 from engine.model import attention
 from engine.model.attention import group_requests
 from engine.model.kv_cache import KVCache
-from engine.model.linear import PackedLinear, PlainLinear, choose_linear, packing_works
+from engine.model.linear import MklLinear, OneDnnLinear, PlainLinear, choose_linear, works
 from tests.tiny_models import Driver, tiny_model, tiny_reference
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 3, 32, 200])
+BACKENDS = [(OneDnnLinear, torch.float32), (OneDnnLinear, torch.bfloat16), (MklLinear, torch.float32)]
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
+@pytest.mark.parametrize("tokens", [0, 1, 3, 32, 200])
 @pytest.mark.parametrize("biased", [False, True])
-def test_linear_backends_agree(dtype, tokens, biased):
-    if not packing_works(dtype):
-        pytest.skip("no packed weights of this dtype on this CPU")
+def test_linear_backends_agree(backend, dtype, tokens, biased):
+    if not works(backend, dtype):
+        pytest.skip(f"this CPU or build of PyTorch has no {backend.__name__} for {dtype}")
     torch.manual_seed(0)
     weight, x = torch.randn(48, 80, dtype=dtype), torch.randn(tokens, 80, dtype=dtype)
     bias = torch.randn(48, dtype=dtype) if biased else None
-    plain, packed = PlainLinear(weight, bias), PackedLinear(weight, bias)
-    assert packed(x).dtype == dtype
+    plain, packed = PlainLinear(weight, bias), backend(weight, bias)
+    assert packed(x).dtype == dtype and packed(x).shape == (tokens, 48)
     torch.testing.assert_close(packed(x), plain(x))
+
+
+def test_a_backend_that_is_missing_or_wrong_does_not_count_as_working():
+    assert works(PlainLinear, torch.float32)
+    assert not works(MklLinear, torch.bfloat16)
+    assert not works(lambda weight, bias: PlainLinear(weight + 1, bias), torch.float32)
 
 
 def test_backend_choice_falls_back_to_plain():
