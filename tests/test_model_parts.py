@@ -13,7 +13,6 @@ from engine.model.kv_cache import KVCache
 from engine.model.linear import MklLinear, OneDnnLinear, PlainLinear, choose_linear, works
 from tests.tiny_models import Driver, tiny_model, tiny_reference
 
-
 BACKENDS = [(OneDnnLinear, torch.float32), (OneDnnLinear, torch.bfloat16), (MklLinear, torch.float32)]
 
 

@@ -12,7 +12,7 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 os.environ.setdefault("GRADIO_ANALYTICS_CACHE_FREQUENCY", "1000000")
 os.environ.setdefault("GRADIO_ANALYTICS_MAX_EVENTS", "100")
 
-from .host import EngineHost
-from .web import build_app
+from visualizer.host import EngineHost
+from visualizer.web import build_app
 
 __all__ = ["EngineHost", "build_app"]

@@ -18,9 +18,8 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from engine.events import BlockDelta, Event, EventBus, LifecycleEvent, Replica, StepEvent
-
-from .measures import Measures
-from .tracks import Tracks
+from visualizer.measures import Measures
+from visualizer.tracks import Tracks
 
 PERIOD = 0.15  # seconds between two frames
 WINDOW_STEPS = 300  # steps of the timeline that a late joiner sees

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import EngineRunner
-
-from .feed import Feed
-from .visitors import Visitors
+from visualizer.feed import Feed
+from visualizer.visitors import Visitors
 
 Progress = Callable[[str, float], None]
 

@@ -1,8 +1,9 @@
 """What the page says in numbers, measured from events alone.
 
 Every figure is defined here, in one place, because a number on a projector must be one that can be
-defended: a mean is output tokens over *busy* time (wall time during which the engine had work), kept
-for each mode apart, and a speed-up is the quotient of two such means.
+defended: a mean is output tokens over *busy* time, the wall time in which the engine had two or more
+requests to serve, kept for each mode apart; a speed-up is the quotient of two such means. Time with a
+single request does not count: there is nothing to schedule then, and all modes do the same.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SLOWEST_RATE_AGE = 1.0  # after so many seconds without a step, the engine makes
 class ModeTotals:
     """What the engine did in one mode since the page was started."""
 
-    tokens: int = 0
+    tokens: int = 0  # while there were two requests or more, as is `busy`, in seconds
     busy: float = 0.0
     idle_slot_steps: int = 0  # of these, somebody was waiting
     slot_steps: int = 0
@@ -63,8 +64,9 @@ class Measures:
         tokens = sum(use.num_sampled for use in event.slots)
         busy = self._busy_seconds(event)
         totals = self.of(event.mode)
-        totals.tokens += tokens
-        totals.busy += busy
+        if len(event.slots) + event.num_waiting > 1:
+            totals.tokens += tokens
+            totals.busy += busy
         totals.slot_steps += self._info.max_num_seqs
         if event.num_waiting:
             totals.idle_slot_steps += self._info.max_num_seqs - len(event.slots)

@@ -16,10 +16,9 @@ import gradio as gr
 
 from engine import SamplingParams
 from engine.events import Mode
-
-from .examples import EXAMPLES, Example
-from .host import EngineHost, LiveEngine
-from .visitors import MAX_PROMPT_CHARS, Prompt, Refused
+from visualizer.examples import EXAMPLES, Example
+from visualizer.host import EngineHost, LiveEngine
+from visualizer.visitors import MAX_PROMPT_CHARS, Prompt, Refused
 
 NOT_READY = "The model is not ready yet. Please wait until it is loaded."
 MODES = ("naive", "static", "continuous")

@@ -15,8 +15,8 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from .feed import dumps
-from .host import EngineHost
+from visualizer.feed import dumps
+from visualizer.host import EngineHost
 
 PREFIX = "/gradio_api/glass"
 STATIC = Path(__file__).parent / "static"

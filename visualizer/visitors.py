@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine import EngineRunner, RequestHandle, SamplingParams
-
-from .feed import Feed
+from visualizer.feed import Feed
 
 MAX_ACTIVE = 256  # requests of all visitors together
 MAX_ACTIVE_PER_VISITOR = 64

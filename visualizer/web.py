@@ -6,9 +6,9 @@ import gradio as gr
 import plotly
 from fastapi import FastAPI
 
-from .host import EngineHost
-from .panel import build_page
-from .routes import STATIC, StaticFiles, build_routes
+from visualizer.host import EngineHost
+from visualizer.panel import build_page
+from visualizer.routes import STATIC, StaticFiles, build_routes
 
 SANS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "DejaVu Sans", "sans-serif")
 MONO = ("ui-monospace", "SFMono-Regular", "Consolas", "DejaVu Sans Mono", "monospace")

@@ -1,8 +1,8 @@
 """Linear layers: one small class a backend, all with the same call.
 
 On a CPU the cost of a decode step is mostly reading weights, and the layout in which they lie decides how
-fast. oneDNN and MKL lay a matrix out for the processor's tile or vector instructions; `F.linear` does so again
-at every call, the packed backends once. Only the packed copy is kept.
+fast. oneDNN and MKL lay a matrix out for the processor's tile or vector instructions; `F.linear` does so
+again at every call, the packed backends once. Only the packed copy is kept.
 """
 
 from __future__ import annotations

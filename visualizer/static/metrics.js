@@ -50,7 +50,7 @@ export function mountStrip(root, store) {
   const rate = cell('Output tokens per second of all requests together, over the last two seconds of work');
   const ttft = cell('Time to first token: from sending to the first token, median of the last 64 requests in this mode');
   const step = cell('One pass of the model over everything in the batch: mean of the last 20 steps');
-  const fast = cell('Mean output tokens per second while busy in this mode, divided by the same in naive mode, both measured '
+  const fast = cell('Mean output tokens per second in this mode while it had several requests to serve, divided by the same in naive mode, both measured '
     + 'here since the start. It depends on how many requests ran at once');
   fast('–', '', '');
   list.lastChild.classList.add('glass-speedup');

@@ -7,7 +7,7 @@ const HEIGHT = 232;
 
 export function mountThroughput(root, store, links) {
   const { head, figure: note } = heading('Throughput',
-    'Output tokens a second while busy. Dashed: the mean of each mode.');
+    'Output tokens a second. Dashed: each mode\'s mean while it had several requests to serve.');
   const plot = el('div', { class: 'glass-plot', role: 'img', 'aria-label': 'Throughput by mode' });
   const empty = el('p', { class: 'glass-empty' }, 'The curve begins with the first half second of work.');
   root.append(...head, el('div', { class: 'glass-plot-frame' }, plot, empty));
@@ -48,7 +48,7 @@ export function mountThroughput(root, store, links) {
     plotly.react(plot, traces(), layout(), { displayModeBar: false, responsive: false, staticPlot: false, displaylogo: false });
     setText(note, MODES.filter((mode) => store.strip.means[mode])
       .map((mode) => `${mode} ${figure(store.strip.means[mode][0])}`).join(' · '));
-    plot.setAttribute('aria-label', `Throughput, mean output tokens per second while busy: ${note.textContent}`);
+    plot.setAttribute('aria-label', `Throughput, mean output tokens per second with several requests: ${note.textContent}`);
   }
 
   /** Runs of bins of one mode: [mode, bins]. */

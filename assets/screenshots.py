@@ -1,0 +1,133 @@
+"""Take the README's pictures: drive the real page with the real model in a headless Chromium.
+
+    make screenshots
+
+It starts the app, does what a visitor would (eight prompts, a ninth in mid-decode, one stopped, the modes one
+after the other, 32 examples), and fails if the page says anything on the browser's console.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from playwright.sync_api import Page, sync_playwright
+
+ASSETS = Path(__file__).parent
+PORT = int(os.environ.get("PORT", "7879"))
+ADDRESS = f"http://127.0.0.1:{PORT}/"
+DESKTOP, PHONE = {"width": 1440, "height": 900}, {"width": 360, "height": 780}
+PROMPT = "#glass-prompt textarea"
+
+
+def main() -> None:
+    chromium = shutil.which("chromium") or sys.exit("Chromium is not installed.")
+    server = subprocess.Popen([sys.executable, "app.py", "--port", str(PORT)], cwd=ASSETS.parent)
+    try:
+        wait_for_server()
+        with sync_playwright() as playwright:
+            flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+            browser = playwright.chromium.launch(executable_path=chromium, args=flags)
+            errors: list[str] = []
+            for visitor, viewport in ((visit, DESKTOP), (visit_by_phone, PHONE)):
+                page = browser.new_page(viewport=viewport)
+                page.on("console", lambda message: message.type == "error" and errors.append(message.text))
+                page.on("pageerror", lambda error: errors.append(str(error)))
+                visitor(page)
+                page.close()
+            browser.close()
+            if errors:
+                sys.exit("The page complained:\n" + "\n".join(errors))
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def wait_for_server(timeout: float = 60) -> None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(ADDRESS, timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.2)
+    sys.exit(f"The app did not answer within {timeout:.0f} s.")
+
+
+def visit(page: Page) -> None:
+    """One visit, from the empty page to 32 requests under memory pressure."""
+    page.goto(ADDRESS)
+    page.wait_for_selector(".glass-pill[data-state=ready]", timeout=60_000)
+    page.wait_for_timeout(800)
+    shoot(page, "empty")
+
+    page.click("#glass-eight")
+    page.wait_for_selector(".glass-card[data-state=decode]", timeout=60_000)
+    page.wait_for_timeout(1500)
+    page.fill(PROMPT, "Why is the sky blue?")
+    page.press(PROMPT, "Enter")  # the ninth, while eight are decoding
+    page.wait_for_timeout(2500)
+    shoot(page, "injected")
+    page.click(".glass-card[data-state=decode] button")  # one stopped
+    wait_until_idle(page)
+
+    switch(page, "naive")
+    page.click("#glass-eight")
+    page.wait_for_timeout(9000)
+    shoot(page, "naive")
+    wait_until_idle(page)
+
+    switch(page, "static")
+    page.click("#glass-all")
+    page.wait_for_timeout(16_000)
+    shoot(page, "static")
+    switch(page, "continuous")  # in the middle of it: requests are requeued with what they have
+    page.wait_for_timeout(6000)
+    shoot(page, "switched")
+    wait_until_idle(page)
+
+    page.click("#glass-all")
+    page.wait_for_timeout(13_000)
+    shoot(page, "continuous", full=True)
+    page.evaluate("document.body.classList.add('dark')")
+    page.wait_for_timeout(2500)
+    shoot(page, "continuous-dark")
+    page.evaluate("document.body.classList.remove('dark')")
+    wait_until_idle(page)
+
+
+def visit_by_phone(page: Page) -> None:
+    page.goto(ADDRESS)
+    page.wait_for_selector(".glass-pill[data-state=ready]", timeout=60_000)
+    page.click("#glass-eight")
+    page.wait_for_timeout(5000)
+    for panel in ("timeline", "blocks", "throughput", "anatomy"):  # a picture is drawn when it is in sight
+        page.locator(f"#glass-{panel}").scroll_into_view_if_needed()
+        page.wait_for_timeout(900)
+    page.evaluate("scrollTo(0, 0)")
+    shoot(page, "phone", full=True)
+    wait_until_idle(page)
+
+
+def switch(page: Page, mode: str) -> None:
+    page.click(f"#glass-mode label:has-text('{mode}')")
+    page.wait_for_timeout(600)
+
+
+def wait_until_idle(page: Page) -> None:
+    unfinished = ".glass-card:not([data-state=finished])"
+    page.wait_for_function(f"document.querySelectorAll('{unfinished}').length === 0", timeout=300_000)
+
+
+def shoot(page: Page, name: str, full: bool = False) -> None:
+    page.screenshot(path=ASSETS / f"{name}.png", full_page=full)
+    print(f"assets/{name}.png", flush=True)
+
+
+if __name__ == "__main__":
+    main()
