@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.config import EngineConfig, check_mode
 from engine.events import EngineInfo, EventBus, LifecycleKind, Mode, Phase, SlotUse, StepTimes
@@ -21,10 +21,10 @@ from engine.journal import Journal
 from engine.memory import ROOT, BlockPool
 from engine.model import LoadedModel
 from engine.model_runner import ModelRunner
-from engine.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+from engine.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
 from engine.request import Request, RequestStatus
 from engine.request_factory import RequestFactory
-from engine.sampler import Sampler
+from engine.sampler import Sample, Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Grant, Scheduler
 from engine.sizing import context_limit, fit_num_blocks
@@ -60,7 +60,8 @@ class ContinuousEngine:
         self._sampler = Sampler(min(len(loaded.tokenizer), loaded.config.vocab_size))
         self.events = EventBus(self.info, config.mode, time.monotonic())
         self._journal = Journal(self.events, self._scheduler)
-        self._requests: dict[str, Request] = {}  # the unfinished ones
+        self._unfinished: dict[str, Request] = {}
+        self._groups: dict[str, list[Request]] = {}  # request id -> its n continuations, till all are done
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()  # by finish_reason
 
@@ -77,13 +78,16 @@ class ContinuousEngine:
         return self._factory.make(request_id, prompt, params or SamplingParams(), priority)
 
     def enqueue(self, request: Request) -> None:
-        """Put a request into the waiting queue. Raises ValueError if its id is in use."""
-        if request.request_id in self._requests:
-            raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request")
-        self._requests[request.request_id] = request
-        self._scheduler.waiting.push(request)
+        """Put a request and its group into the waiting queue. Raises ValueError if an id is in use."""
+        for member in request.group:
+            if member.request_id in self._unfinished or member.request_id in self._groups:
+                raise ValueError(f"request id {member.request_id!r} is in use by an unfinished request")
+        self._groups[request.request_id] = request.group
         self._counts["prompt_tokens"] += request.num_prompt_tokens
-        self._journal.note("submitted", request, num_tokens=request.num_prompt_tokens)
+        for member in request.group:
+            self._unfinished[member.request_id] = member
+            self._scheduler.waiting.push(member)
+            self._journal.note("submitted", member, num_tokens=member.num_prompt_tokens)
         self._journal.publish()
 
     def add_request(
@@ -103,18 +107,18 @@ class ContinuousEngine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now and free its blocks. None if it is unknown or finished already."""
-        return self._end_early(request_id, "abort")
+        return self._end_early(request_id, lambda request: self._stop_short(request, "abort"))
 
     def fail(self, request_id: str, error: str) -> RequestOutput | None:
         """End a request now with finish_reason "error". None if it is unknown or finished already."""
-        return self._end_early(request_id, "error", error)
+        return self._end_early(request_id, lambda request: self._fail(request, error))
 
     def has_unfinished(self) -> bool:
-        return bool(self._requests)
+        return bool(self._groups)
 
     @property
     def unfinished_ids(self) -> list[str]:
-        return list(self._requests)
+        return list(self._groups)
 
     def set_mode(self, mode: Mode) -> None:
         """Switch between naive, static and continuous; running requests are requeued with their tokens."""
@@ -172,42 +176,43 @@ class ContinuousEngine:
         try:
             batch = self._runner.prepare(schedule.grants)
             marks.append(time.monotonic())
+            self._runner.copy_blocks(schedule.copies)
             logits = self._runner.forward(batch)
             marks.append(time.monotonic())
-            tokens = self._sampler(logits, [grant.request for grant in schedule.grants if grant.samples])
+            samples = self._sampler(logits, [grant.request for grant in schedule.grants if grant.samples])
             marks.append(time.monotonic())
         except Exception as error:
             logger.exception("step %d failed", self._journal.step)
             outputs = [self._fail(grant.request, f"the engine failed: {error}") for grant in schedule.grants]
             marks += [time.monotonic()] * (5 - len(marks))
         else:
-            outputs, slots = self._postprocess(schedule.grants, tokens)
+            outputs, slots = self._postprocess(schedule.grants, samples)
         marks.append(time.monotonic())
         times = StepTimes(*(end - start for start, end in itertools.pairwise(marks)))
         self._journal.publish_step(self.mode, schedule, slots, times)
         return outputs
 
     def _postprocess(
-        self, grants: list[Grant], tokens: list[int | None]
+        self, grants: list[Grant], samples: list[Sample | None]
     ) -> tuple[list[RequestOutput], list[SlotUse]]:
         """Book what was computed, append what was sampled, end what is done."""
-        sampled = iter(tokens)
+        sampled = iter(samples)
         outputs: list[RequestOutput] = []
         slots: list[SlotUse] = []
         for grant in grants:
             request, num_tokens = grant
-            slot, samples = request.held_slot, grant.samples
+            slot, is_sampled = request.held_slot, grant.samples
             phase: Phase = "decode" if request.is_decoding else "prefill"
-            token = next(sampled) if samples else None
-            if samples and token is None:
+            sample = next(sampled) if is_sampled else None
+            if is_sampled and sample is None:
                 outputs.append(self._fail(request, "the model's logits are not finite (NaN or infinity)"))
             else:
                 self._book_computed(request, num_tokens)
-            if token is not None:
-                outputs.append(self._append_token(request, token))
+            if sample is not None:
+                outputs.append(self._append_token(request, sample))
             computed, total = request.num_computed_tokens, len(request.token_ids)
             slots.append(
-                SlotUse(slot, request.request_id, phase, num_tokens, computed, total, int(token is not None))
+                SlotUse(slot, request.request_id, phase, num_tokens, computed, total, int(sample is not None))
             )
         return outputs, slots
 
@@ -227,8 +232,9 @@ class ContinuousEngine:
             request.block_table[index] = indexed.block
             request.content_ids.append(indexed.content_id)
 
-    def _append_token(self, request: Request, token: int) -> RequestOutput:
+    def _append_token(self, request: Request, sample: Sample) -> RequestOutput:
         """Append an output token and see whether the request ends with it."""
+        token = sample.token_id
         request.token_ids.append(token)
         self._counts["output_tokens"] += 1
         if request.first_token_time is None:
@@ -253,17 +259,30 @@ class ContinuousEngine:
             finish_reason, request.stop_reason = "stop", stop_string
         if finish_reason:
             self._finish(request, finish_reason)
-        return self._output(request, text, [token])
+        return self._output(request, text, [token], self._logprobs(sample))
+
+    def _logprobs(self, sample: Sample) -> dict[int, Logprob] | None:
+        if sample.logprobs is None:
+            return None
+        return {
+            token_id: Logprob(logprob, rank, self.tokenizer.decode([token_id]))
+            for token_id, logprob, rank in sample.logprobs
+        }
 
     # -- endings ----------------------------------------------------------------------------------
 
-    def _end_early(self, request_id: str, reason: str, error: str | None = None) -> RequestOutput | None:
-        request = self._requests.get(request_id)
-        if request is None:
-            return None
-        output = self._fail(request, error) if error else self._stop_short(request, reason)
+    def _end_early(self, request_id: str, end: Callable[[Request], RequestOutput]) -> RequestOutput | None:
+        """End what is unfinished of a request; one output for all of it."""
+        whole: RequestOutput | None = None
+        for request in list(self._groups.get(request_id, ())):
+            if request.request_id in self._unfinished:
+                output = end(request)
+                if whole is None:
+                    whole = output
+                else:
+                    whole.extend(output)
         self._journal.publish()
-        return output
+        return whole
 
     def _fail(self, request: Request, error: str) -> RequestOutput:
         request.error = error
@@ -279,25 +298,36 @@ class ContinuousEngine:
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
         request.finish_time = time.monotonic()
-        del self._requests[request.request_id]
+        del self._unfinished[request.request_id]
+        if not any(member.request_id in self._unfinished for member in request.group):
+            del self._groups[request.leader.request_id]
         self._finished[reason] += 1
         kind: LifecycleKind = "aborted" if reason == "abort" else "finished"
         self._journal.note(kind, request, num_tokens=request.num_output_tokens, reason=reason)
         self._scheduler.remove(request)
 
-    def _output(self, request: Request, text: str, token_ids: list[int]) -> RequestOutput:
+    def _output(
+        self, request: Request, text: str, token_ids: list[int], logprobs: dict[int, Logprob] | None = None
+    ) -> RequestOutput:
         """A delta: what is new, and how the request stands."""
+        group = request.group
+        finished = all(member.status is RequestStatus.FINISHED for member in group)
+        completion = CompletionOutput(
+            request.index, text, token_ids, request.finish_reason, request.stop_reason
+        )
+        if request.params.logprobs is not None:
+            completion.logprobs = [logprobs] if logprobs is not None else []
         return RequestOutput(
-            request_id=request.request_id,
+            request_id=request.leader.request_id,
             prompt_token_ids=request.prompt_token_ids,
-            num_cached_tokens=request.num_cached_tokens or 0,
-            outputs=[CompletionOutput(0, text, token_ids, request.finish_reason, request.stop_reason)],
-            finished=request.status is RequestStatus.FINISHED,
+            num_cached_tokens=request.leader.num_cached_tokens or 0,
+            outputs=[completion],
+            finished=finished,
             metrics=RequestMetrics(
-                request.arrival_time,
-                request.first_token_time,
-                request.finish_time,
-                request.num_preemptions,
+                request.leader.arrival_time,
+                min((m.first_token_time for m in group if m.first_token_time is not None), default=None),
+                request.finish_time if finished else None,
+                sum(member.num_preemptions for member in group),
             ),
             error=request.error,
         )

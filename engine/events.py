@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 Mode = Literal["naive", "static", "continuous"]
 Phase = Literal["prefill", "decode"]
 BlockState = Literal["free", "reserved", "used", "cached"]
-WaitReason = Literal["", "slots", "blocks", "budget", "batch"]
+WaitReason = Literal["", "slots", "blocks", "budget", "batch", "prompt"]
 LifecycleKind = Literal[
     "submitted",  # joined the waiting queue; num_tokens = prompt tokens
     "admitted",  # got a slot for the first time, with nobody decoding; num_tokens = tokens to compute
@@ -111,8 +111,8 @@ class StepEvent:
     num_free: int
     num_running: int  # once the step is done
     num_waiting: int  # once the step is done
-    wait_reason: WaitReason  # what kept the head of the queue out: no slot, no blocks, no budget,
-    # or, in naive and static mode, a batch that is not over
+    wait_reason: WaitReason  # what kept the head of the queue out: no slot, no blocks, no budget; in
+    # naive and static mode, a batch that is not over; a prompt it shares that is just being computed
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,9 +160,9 @@ class BlockPool:
             self.release(owner, [block])
         return known
 
-    def num_idle(self, blocks: Iterable[CachedBlock]) -> int:
+    def num_idle(self, blocks: Iterable[int]) -> int:
         """How many of these blocks are idle: claiming them takes them from what is available."""
-        return sum(hit.block in self._idle for hit in blocks)
+        return sum(block in self._idle for block in blocks)
 
     def clear_cache(self) -> None:
         """Forget every indexed prefix; idle blocks become free."""

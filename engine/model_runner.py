@@ -56,6 +56,11 @@ class ModelRunner:
         """Compute the batch, writing its K and V; float32 logits [rows to sample, vocabulary]."""
         return self._model(batch, self._kv_cache)
 
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole KV blocks, each (from, to), in every layer."""
+        if copies:
+            self._kv_cache.copy(copies)
+
     def scrub(self, blocks: list[int]) -> None:
         """Zero the blocks of a request that failed: a NaN left there would reach whoever comes next,
 

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Logprob(NamedTuple):
+    """What the model thought of one token: natural log of its probability, and its rank, 1 the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 @dataclass(slots=True)
@@ -14,7 +23,14 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"; None while it runs
     stop_reason: int | str | None = None  # the stop token id or string that matched, if one of the caller's
-    logprobs: None = None  # filled once SamplingParams.logprobs is supported
+    logprobs: list[dict[int, Logprob]] | None = None  # one dict a token, by token id; None if not asked for
+
+    def extend(self, delta: CompletionOutput) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        if self.logprobs is not None and delta.logprobs is not None:
+            self.logprobs += delta.logprobs
 
 
 @dataclass(slots=True)
@@ -29,6 +45,8 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
+    """A prompt and its `n` continuations, by index; in a delta, those that moved."""
+
     request_id: str
     prompt_token_ids: list[int]
     num_cached_tokens: int
@@ -39,12 +57,15 @@ class RequestOutput:
 
     def extend(self, delta: RequestOutput) -> None:
         """Append a later delta of the same request, so that this becomes the output so far."""
-        mine, new = self.outputs[0], delta.outputs[0]
-        mine.text += new.text
-        mine.token_ids += new.token_ids
-        mine.finish_reason, mine.stop_reason = new.finish_reason, new.stop_reason
+        for new in delta.outputs:
+            mine = next((output for output in self.outputs if output.index == new.index), None)
+            if mine is None:
+                self.outputs = sorted([*self.outputs, new], key=lambda output: output.index)
+            else:
+                mine.extend(new)
         self.num_cached_tokens = delta.num_cached_tokens
-        self.finished, self.metrics, self.error = delta.finished, delta.metrics, delta.error
+        self.finished, self.metrics = delta.finished, delta.metrics
+        self.error = self.error or delta.error
 
 
 @dataclass(slots=True)

@@ -38,6 +38,8 @@ class Request:
     arrival: int  # submission order; keeps a preempted request's place in the queue
     arrival_time: float  # seconds, monotonic clock
     priority: int = 0  # lower goes first
+    index: int = 0  # which of the prompt's `n` continuations this is
+    group: list[Request] = field(default_factory=list)  # all of them; the first computes the prompt
 
     status: RequestStatus = RequestStatus.WAITING
     slot: int | None = None
@@ -52,9 +54,16 @@ class Request:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    is_overdue: bool = False  # was overtaken often enough: from now on it goes before any priority
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        self.group.append(self)
+
+    @property
+    def leader(self) -> Request:
+        """The first continuation of the same prompt, whose prompt blocks the others share."""
+        return self.group[0]
 
     @property
     def held_slot(self) -> int:
@@ -68,9 +77,9 @@ class Request:
         return self.num_cached_tokens is not None
 
     @property
-    def sort_key(self) -> tuple[int, int]:
-        """The order of service: by priority, then first come, first served."""
-        return self.priority, self.arrival
+    def sort_key(self) -> tuple[bool, int, int]:
+        """The order of service: the overdue, then by priority, then first come, first served."""
+        return not self.is_overdue, self.priority, self.arrival
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -32,7 +32,10 @@ class RequestFactory:
     def make(
         self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int
     ) -> Request:
-        """Raises ValueError if the prompt is empty, not text or token ids, or too long."""
+        """The first of `params.n` requests; its `group` holds them all.
+
+        Raises ValueError if the prompt is empty, not text or token ids, or too long.
+        """
         token_ids = self._token_ids(prompt)
         room = self._context_limit - len(token_ids)
         if room < 1:
@@ -40,20 +43,33 @@ class RequestFactory:
                 f"the prompt has {len(token_ids)} tokens, which leaves no room for an answer: the context "
                 f"limit is {self._context_limit} tokens (max_model_len, or what num_blocks blocks hold)"
             )
-        arrival = next(self._arrivals)
-        return Request(
-            request_id=request_id,
-            prompt_token_ids=token_ids,
-            params=params,
-            max_tokens=min(params.max_tokens, room),
-            stop_tokens=self._stop_tokens(params),
-            detokenizer=Detokenizer(self._decoder(params), params.stop, params.include_stop_str_in_output),
+        for token in params.logit_bias or ():
+            if token >= self._vocab_size:
+                raise ValueError(
+                    f"logit_bias: token id {token} is not in the vocabulary (0 to {self._vocab_size - 1})"
+                )
+        group: list[Request] = []
+        for index in range(params.n):
+            arrival = next(self._arrivals)
             # Without a seed of its own, a request is seeded by its place in the engine's life.
-            rng=random.Random(f"{self._seed}:{arrival}" if params.seed is None else params.seed),
-            arrival=arrival,
-            arrival_time=time.monotonic(),
-            priority=priority,
-        )
+            seed = f"{self._seed}:{arrival}" if params.seed is None else params.seed
+            Request(
+                request_id=f"{request_id}:{index}" if index else request_id,
+                prompt_token_ids=token_ids,
+                params=params,
+                max_tokens=min(params.max_tokens, room),
+                stop_tokens=self._stop_tokens(params),
+                detokenizer=Detokenizer(
+                    self._decoder(params), params.stop, params.include_stop_str_in_output
+                ),
+                rng=random.Random(f"{seed}:{index}" if index else seed),
+                arrival=arrival,
+                arrival_time=time.monotonic(),
+                priority=priority,
+                index=index,
+                group=group,
+            )
+        return group[0]
 
     def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):

@@ -8,6 +8,7 @@ generator, and inverts the cumulative distribution at that point.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,28 +18,62 @@ from engine.request import Request
 FIRST_CANDIDATES = 512  # top_p looks at this many tokens before it sorts the whole vocabulary
 
 
+class TokenLogprob(NamedTuple):
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the likeliest
+
+
+class Sample(NamedTuple):
+    """A row's next token, and its log-probabilities if they were asked for: the chosen one's first."""
+
+    token_id: int
+    logprobs: list[TokenLogprob] | None
+
+
 class Sampler:
     """Samples token ids. `vocab_size`: ids from here on are padding of the logits, never sampled."""
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
 
-    def __call__(self, logits: Tensor, requests: Sequence[Request]) -> list[int | None]:
-        """One token id a row; None where a row's logits are not finite.
+    def __call__(self, logits: Tensor, requests: Sequence[Request]) -> list[Sample | None]:
+        """One sample a row; None where a row's logits are not finite.
 
         logits: float32 [S, vocabulary], may be overwritten. requests: the S requests, in row order.
         """
         logits = logits[:, : self.vocab_size]
         finite = logits.amax(dim=-1).isfinite().tolist()
+        reported = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+        logprobs = logits[reported].log_softmax(dim=-1) if reported else None  # before anything changes them
+        self._apply_bias(logits, requests)
         self._apply_penalties(logits, requests)
         self._forbid_early_stops(logits, requests)
         tokens = logits.argmax(dim=-1)
         rows = [row for row, request in enumerate(requests) if finite[row] and not request.params.greedy]
         if rows:
             tokens[rows] = self._sample_random(logits[rows], [requests[row] for row in rows])
-        return [token if ok else None for token, ok in zip(tokens.tolist(), finite, strict=True)]
+        reports: dict[int, list[TokenLogprob]] = {}
+        if logprobs is not None:
+            most = max(requests[row].params.logprobs or 0 for row in reported)
+            reports = dict(zip(reported, _report(logprobs, tokens[reported], most), strict=True))
+        samples: list[Sample | None] = []
+        for row, (token, request) in enumerate(zip(tokens.tolist(), requests, strict=True)):
+            report = (
+                reports[row][: 1 + request.params.logprobs] if request.params.logprobs is not None else None
+            )
+            samples.append(Sample(token, report) if finite[row] else None)
+        return samples
 
     # -- changing logits --------------------------------------------------------------------------
+
+    @staticmethod
+    def _apply_bias(logits: Tensor, requests: Sequence[Request]) -> None:
+        """Add every request's `logit_bias`, in place."""
+        for row, request in enumerate(requests):
+            if bias := request.params.logit_bias:
+                known = {token: value for token, value in bias.items() if token < logits.shape[-1]}
+                logits[row, list(known)] += torch.tensor(list(known.values()), device=logits.device)
 
     def _apply_penalties(self, logits: Tensor, requests: Sequence[Request]) -> None:
         """Repetition, presence and frequency penalty, in this order, in place."""
@@ -136,6 +171,21 @@ def _sample_top(
     unlimited = top_k >= logits.shape[-1]
     complete = within_k | (unlimited & (cumulative[:, -1:] >= top_p)) | (values[:, -1:] == -torch.inf)
     return ids.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), complete.squeeze(-1)
+
+
+def _report(logprobs: Tensor, tokens: Tensor, most: int) -> list[list[TokenLogprob]]:
+    """For each row the chosen token's log-probability, then those of the `most` likeliest tokens.
+
+    logprobs: float32 [rows, vocabulary]; tokens: int64 [rows].
+    """
+    chosen = logprobs.gather(-1, tokens.unsqueeze(-1))
+    ranks = 1 + (logprobs > chosen).sum(dim=-1)
+    values, ids = logprobs.topk(min(most, logprobs.shape[-1]), dim=-1)
+    columns = (tokens, chosen.squeeze(-1), ranks, values, ids)
+    return [
+        [TokenLogprob(token, logprob, rank), *map(TokenLogprob, top_ids, top_values, range(1, most + 1))]
+        for token, logprob, rank, top_values, top_ids in zip(*(c.tolist() for c in columns), strict=True)
+    ]
 
 
 def _invert_cdf(probs: Tensor, uniform: Tensor) -> Tensor:

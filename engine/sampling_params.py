@@ -7,10 +7,12 @@ accepted and then ignored: what the engine cannot do yet is refused by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+MAX_LOGPROBS = 20
+MAX_N = 128
 NEARLY_ZERO = 1e-5  # dividing by a temperature below this would overflow: it means greedy
 
 
@@ -33,7 +35,11 @@ class SamplingParams:
     include_stop_str_in_output: leave the stop string in the text.
     ignore_eos: do not stop at the model's end tokens.
     skip_special_tokens: leave special tokens out of the text.
-    n, logprobs, logit_bias: not supported yet; any value but the default is refused.
+    logit_bias: token id -> a number from -100 to 100 that is added to its logit before all else.
+    logprobs: report the log-probabilities of the chosen token and of this many likeliest ones, 0 to 20.
+        They are the model's own, before bias, penalties, temperature and filters.
+    n: how many continuations of the same prompt, each sampled on its own. With a `seed`, the first is what
+        that seed gives with n=1, and the others have seeds derived from it.
     """
 
     max_tokens: int = 16
@@ -45,7 +51,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -74,9 +80,10 @@ class SamplingParams:
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_token_ids(self.stop_token_ids))
-        for name, default in (("logit_bias", None), ("logprobs", None), ("n", 1)):
-            if getattr(self, name) != default:
-                raise ValueError(f"{name} is not supported yet; leave it at {default!r}")
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        _check_int("n", self.n, low=1, high=MAX_N)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
 
     @property
     def greedy(self) -> bool:
@@ -89,11 +96,13 @@ class SamplingParams:
         )
 
 
-def _check_int(name: str, value: Any, low: int | None = None) -> None:
+def _check_int(name: str, value: Any, low: int | None = None, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be an integer, not {value!r}")
     if low is not None and value < low:
         raise ValueError(f"{name} must be at least {low}, not {value}")
+    if high is not None and value > high:
+        raise ValueError(f"{name} must be at most {high}, not {value}")
 
 
 def _check_float(
@@ -112,6 +121,17 @@ def _checked_stop(stop: Any) -> tuple[str, ...]:
     if not all(isinstance(string, str) and string for string in strings):
         raise ValueError(f"stop must be a non-empty string or a list of them, not {stop!r}")
     return strings
+
+
+def _checked_bias(bias: Any) -> dict[int, float]:
+    if bias is None:
+        return {}
+    if not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias must map token ids to numbers, not {bias!r}")
+    for token_id, value in bias.items():
+        _check_int("logit_bias: each token id", token_id, low=0)
+        _check_float("logit_bias: each value", value, low=-100.0, high=100.0)
+    return dict(bias)
 
 
 def _checked_token_ids(token_ids: Any) -> tuple[int, ...]:

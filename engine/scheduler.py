@@ -15,6 +15,7 @@ A step is filled in three passes:
 2. *Admission.* From the head of the queue into free slots, as long as the policy and the blocks allow
    and decoding has left some of the token budget. The queue is strictly first come, first served
    within a priority, and nobody overtakes a head that does not fit: it will, because those inside end.
+   A better priority overtakes, but not for ever (see `WaitingQueue`).
 3. *Prefill.* What is left of the budget goes half to the oldest prompts, so that none starves, and half
    to the shortest remainders, so that a short prompt does not wait behind a long one
    (chunked prefill mixed with decode: Sarathi-Serve, Agrawal et al. 2024).
@@ -41,6 +42,8 @@ from typing import NamedTuple
 from engine.events import EngineInfo, Mode, WaitReason
 from engine.memory import BlockPool
 from engine.request import Request, RequestStatus
+
+MAX_OVERTAKES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +87,24 @@ class Schedule:
     grants: list[Grant] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks to copy before computing: from, to
     wait_reason: WaitReason = ""
 
 
 class WaitingQueue:
     """Requests in order of service. Push, pop and remove in O(log n), whatever its length.
 
-    A removed request's entry stays in the heap until it surfaces, then is skipped.
+    **Bounded waiting.** Whoever came first may be overtaken by requests of better priority, but only
+    `MAX_OVERTAKES` times in a row; then it is overdue, goes next, and stays ahead of every priority.
+
+    A removed request's entries stay in the heaps until they surface, then are skipped.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, str]] = []  # sort key and request id
+        self._by_service: list[tuple[tuple, str]] = []  # heap of (sort key, request id)
+        self._by_arrival: list[tuple[int, str]] = []  # heap of (arrival, request id)
         self._members: dict[str, Request] = {}
+        self._overtakes = 0  # since the first that came was last served
 
     def __len__(self) -> int:
         return len(self._members)
@@ -105,20 +114,35 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         self._members[request.request_id] = request
-        heapq.heappush(self._heap, (*request.sort_key, request.request_id))
+        heapq.heappush(self._by_service, (request.sort_key, request.request_id))
+        heapq.heappush(self._by_arrival, (request.arrival, request.request_id))
 
     def head(self) -> Request | None:
         """The request to be served next, or None."""
-        while self._heap:
-            *key, request_id = self._heap[0]
-            request = self._members.get(request_id)
-            if request is not None and request.sort_key == tuple(key):
-                return request
-            heapq.heappop(self._heap)
-        return None
+        if self._overtakes >= MAX_OVERTAKES and (first := self._top(self._by_arrival)):
+            return first
+        return self._top(self._by_service)
+
+    def serve(self, request: Request) -> None:
+        """Take out the head, because it gets a slot."""
+        first = self._top(self._by_arrival)
+        if request is not first:
+            self._overtakes += 1
+        else:
+            request.is_overdue |= self._overtakes >= MAX_OVERTAKES
+            self._overtakes = 0
+        self.remove(request)
 
     def remove(self, request: Request) -> None:
         del self._members[request.request_id]
+
+    def _top(self, heap: list) -> Request | None:
+        while heap:
+            request = self._members.get(heap[0][1])
+            if request is not None and heap[0][0] in (request.arrival, request.sort_key):
+                return request
+            heapq.heappop(heap)
+        return None
 
 
 class Scheduler:
@@ -203,7 +227,9 @@ class Scheduler:
                 schedule.wait_reason = "slots"
             elif budget == 0:
                 schedule.wait_reason = "budget"
-            elif not self._claim_blocks(request):
+            elif self._waits_for_leader(request):
+                schedule.wait_reason = "prompt"
+            elif not self._claim_blocks(request, schedule):
                 schedule.wait_reason = "blocks"
             else:
                 self._seat(request)
@@ -211,24 +237,53 @@ class Scheduler:
                 continue
             return
 
-    def _claim_blocks(self, request: Request) -> bool:
+    def _waits_for_leader(self, request: Request) -> bool:
+        """The prompt is being computed by the first of `n` requests: a moment later it can be shared."""
+        leader = request.leader
+        return (
+            request is not leader
+            and not self.policy.reserves_maximum
+            and leader.status is RequestStatus.RUNNING
+            and leader.num_computed_tokens < leader.num_prompt_tokens
+        )
+
+    def _claim_blocks(self, request: Request, schedule: Schedule) -> bool:
         """Give a waiting request the blocks it enters with: its tokens' or, if reserving, the maximum's."""
         pool, block_size = self.pool, self.pool.block_size
         num_tokens = self.info.context_limit if self.policy.reserves_maximum else len(request.token_ids)
-        # The last token is always computed, even if its block is cached: its logits are needed.
-        hits = pool.match_prefix(request.token_ids[:-1]) if self.shares_prefixes else []
-        num_new = -(-num_tokens // block_size) - len(hits)
+        shared, content_ids, num_computed = self._find_shared(request)
+        num_new = -(-num_tokens // block_size) - len(shared)
         # Growing requests will soon ask for blocks; entering on the last ones would only get someone
         # preempted. Half a block each keeps them going for about half a block's worth of steps.
         headroom = 0 if self.policy.reserves_maximum else len(self.running) // 2
-        if num_new + headroom > pool.num_available - pool.num_idle(hits):
+        if num_new + headroom > pool.num_available - pool.num_idle(shared):
             return False
-        request.block_table = [hit.block for hit in hits]
-        request.content_ids = [hit.content_id for hit in hits]
-        pool.share(request.request_id, request.block_table)
-        request.block_table += pool.allocate(request.request_id, num_new, len(hits))
-        request.num_computed_tokens = len(hits) * block_size
+        pool.share(request.request_id, shared)
+        request.block_table = shared + pool.allocate(request.request_id, num_new, len(shared))
+        request.content_ids = content_ids
+        if num_computed % block_size:  # the leader's last prompt block, part full: both will write there
+            source, copy = request.leader.block_table[len(shared)], request.block_table[len(shared)]
+            schedule.copies.append((source, copy))
+            pool.set_filled(copy, num_computed % block_size)
+        request.num_computed_tokens = num_computed
         return True
+
+    def _find_shared(self, request: Request) -> tuple[list[int], list[int], int]:
+        """What exists already of a request's beginning: full blocks to share, the content ids of those
+        that are indexed, and how many tokens need no computing.
+
+        The request's last token is always computed, even if its block is there: its logits are needed.
+        """
+        if self.policy.reserves_maximum:
+            return [], [], 0
+        block_size = self.pool.block_size
+        hits = self.pool.match_prefix(request.token_ids[:-1]) if self.shares_prefixes else []
+        leader, num_forked = request.leader, request.num_prompt_tokens - 1
+        can_fork = leader is not request and leader.status is RequestStatus.RUNNING
+        if can_fork and num_forked > len(hits) * block_size:
+            num_full = num_forked // block_size
+            return leader.block_table[:num_full], leader.content_ids[:num_full], num_forked
+        return [hit.block for hit in hits], [hit.content_id for hit in hits], len(hits) * block_size
 
     def _grant_prefills(self, schedule: Schedule, budget: int) -> None:
         pending = [request for request in self.running if not request.is_decoding]
@@ -248,7 +303,7 @@ class Scheduler:
     # -- slots ----------------------------------------------------------------------------------
 
     def _seat(self, request: Request) -> None:
-        self.waiting.remove(request)
+        self.waiting.serve(request)
         request.slot = heapq.heappop(self._free_slots)
         request.status = RequestStatus.RUNNING
         bisect.insort(self.running, request, key=lambda other: other.sort_key)

@@ -106,7 +106,7 @@ def test_any_order_of_filling_and_releasing_keeps_the_books(actions):
         if action == "f" and owner not in tables:
             prompt = [who % 2] * length  # few distinct prompts: many shared prefixes
             hits = pool.match_prefix(prompt)
-            if -(-length // 4) - len(hits) <= pool.num_available - pool.num_idle(hits):
+            if -(-length // 4) - len(hits) <= pool.num_available - pool.num_idle(hit.block for hit in hits):
                 tables[owner] = fill(pool, owner, prompt)
         elif action == "r" and owner in tables:
             pool.release(owner, tables.pop(owner))

@@ -33,7 +33,8 @@ def request(prompt=(), output=(), stop_tokens=None, **params):
 
 
 def sample(logits, *requests, vocab_size=V):
-    return Sampler(vocab_size)(torch.stack(list(logits)).clone(), requests)
+    samples = Sampler(vocab_size)(torch.stack(list(logits)).clone(), requests)
+    return [sample and sample.token_id for sample in samples]
 
 
 def some_logits(seed=0, scale=3.0, size=V):
@@ -44,7 +45,7 @@ def draws(logits, count=400, **params):
     """Counter of `count` tokens drawn with one request's generator."""
     one = request(**params)
     sampler = Sampler(len(logits))
-    return Counter(sampler(logits.clone().unsqueeze(0), [one])[0] for _ in range(count))
+    return Counter(sampler(logits.clone().unsqueeze(0), [one])[0].token_id for _ in range(count))
 
 
 def test_zero_temperature_top_k_1_and_tiny_top_p_are_greedy():
@@ -226,9 +227,9 @@ def test_requests_without_a_seed_differ_but_runs_repeat():
         ("stop_token_ids", ["12", [-1], [1.5], 3]),
         ("ignore_eos", [1, None]),
         ("skip_special_tokens", ["no"]),
-        ("n", [0, 2]),
-        ("logprobs", [0, 5]),
-        ("logit_bias", [{1: 2.0}]),
+        ("n", [0, -1, 1.5, 10**6]),
+        ("logprobs", [-1, 21, 1.5, True]),
+        ("logit_bias", [[1], {-1: 2.0}, {"a": 1.0}, {1: 101.0}, {1: math.nan}]),
     ],
 )
 def test_bad_values_are_refused_by_name(field, values):

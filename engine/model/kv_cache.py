@@ -51,6 +51,12 @@ class KVCache:
         rows = self.layers[layer].view(-1, 2 * self.num_kv_heads * self.head_dim)
         rows.index_copy_(0, slots, keys_values.reshape(len(slots), -1))
 
+    def copy(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, each (from, to)."""
+        sources, targets = (list(blocks) for blocks in zip(*copies, strict=True))
+        for layer in self.layers:
+            layer[targets] = layer[sources]
+
     def clear(self, blocks: list[int]) -> None:
         """Zero these blocks: for those of a request whose numbers overflowed, before anyone reuses them."""
         for layer in self.layers:
