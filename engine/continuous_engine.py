@@ -53,11 +53,13 @@ class ContinuousEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             context_limit=context_limit(loaded, config, num_blocks),
         )
-        self._factory = RequestFactory(loaded, self.info.context_limit, config.seed)
+        # The tokenizer may know fewer ids than the model has logits: the rest is padding, never sampled.
+        num_tokens = min(max(loaded.tokenizer.get_vocab().values()) + 1, loaded.config.vocab_size)
+        self._factory = RequestFactory(loaded, self.info.context_limit, num_tokens, config.seed)
         self._pool = BlockPool(num_blocks, config.block_size)
         self._scheduler = Scheduler(self._pool, self.info, config.mode, config.enable_prefix_caching)
         self._runner = ModelRunner(loaded, num_blocks, config.block_size)
-        self._sampler = Sampler(min(len(loaded.tokenizer), loaded.config.vocab_size))
+        self._sampler = Sampler(num_tokens)
         self.events = EventBus(self.info, config.mode, time.monotonic())
         self._journal = Journal(self.events, self._scheduler)
         self._unfinished: dict[str, Request] = {}
@@ -173,11 +175,13 @@ class ContinuousEngine:
         self._counts["preemptions"] += len(schedule.preempted)
         marks.append(time.monotonic())
         slots: list[SlotUse] = []
+        # Before anything can fail: who was admitted with a copy counts on it, in this step or a later one.
+        self._runner.copy_blocks(schedule.copies)
         try:
             batch = self._runner.prepare(schedule.grants)
             marks.append(time.monotonic())
-            self._runner.copy_blocks(schedule.copies)
             logits = self._runner.forward(batch)
+            broken = self._runner.find_broken(batch)
             marks.append(time.monotonic())
             samples = self._sampler(logits, [grant.request for grant in schedule.grants if grant.samples])
             marks.append(time.monotonic())
@@ -186,30 +190,34 @@ class ContinuousEngine:
             outputs = [self._fail(grant.request, f"the engine failed: {error}") for grant in schedule.grants]
             marks += [time.monotonic()] * (5 - len(marks))
         else:
-            outputs, slots = self._postprocess(schedule.grants, samples)
+            outputs, slots = self._postprocess(schedule.grants, samples, broken)
         marks.append(time.monotonic())
         times = StepTimes(*(end - start for start, end in itertools.pairwise(marks)))
         self._journal.publish_step(self.mode, schedule, slots, times)
         return outputs
 
     def _postprocess(
-        self, grants: list[Grant], samples: list[Sample | None]
+        self, grants: list[Grant], samples: list[Sample | None], broken: set[int]
     ) -> tuple[list[RequestOutput], list[SlotUse]]:
-        """Book what was computed, append what was sampled, end what is done."""
+        """Book what was computed, append what was sampled, end what is done.
+
+        broken: places in `grants` of the requests whose K or V are not finite.
+        """
         sampled = iter(samples)
         outputs: list[RequestOutput] = []
         slots: list[SlotUse] = []
-        for grant in grants:
+        for place, grant in enumerate(grants):
             request, num_tokens = grant
             slot, is_sampled = request.held_slot, grant.samples
             phase: Phase = "decode" if request.is_decoding else "prefill"
             sample = next(sampled) if is_sampled else None
-            if is_sampled and sample is None:
-                outputs.append(self._fail(request, "the model's logits are not finite (NaN or infinity)"))
+            if place in broken or (is_sampled and sample is None):
+                sample = None
+                outputs.append(self._fail(request, "the model's numbers are not finite (NaN or infinity)"))
             else:
                 self._book_computed(request, num_tokens)
             if sample is not None:
-                outputs.append(self._append_token(request, sample))
+                outputs.append(self._append_or_fail(request, sample))
             computed, total = request.num_computed_tokens, len(request.token_ids)
             slots.append(
                 SlotUse(slot, request.request_id, phase, num_tokens, computed, total, int(sample is not None))
@@ -232,9 +240,19 @@ class ContinuousEngine:
             request.block_table[index] = indexed.block
             request.content_ids.append(indexed.content_id)
 
+    def _append_or_fail(self, request: Request, sample: Sample) -> RequestOutput:
+        """Append an output token; if its text cannot be made, that is the end of this request alone."""
+        try:
+            return self._append_token(request, sample)
+        except Exception as error:
+            if request.status is RequestStatus.FINISHED:
+                raise
+            logger.exception("request %s failed", request.request_id)
+            return self._fail(request, f"the engine failed: {error}")
+
     def _append_token(self, request: Request, sample: Sample) -> RequestOutput:
         """Append an output token and see whether the request ends with it."""
-        token = sample.token_id
+        token, logprobs = sample.token_id, self._logprobs(sample)
         request.token_ids.append(token)
         self._counts["output_tokens"] += 1
         if request.first_token_time is None:
@@ -259,7 +277,7 @@ class ContinuousEngine:
             finish_reason, request.stop_reason = "stop", stop_string
         if finish_reason:
             self._finish(request, finish_reason)
-        return self._output(request, text, [token], self._logprobs(sample))
+        return self._output(request, text, [token], logprobs)
 
     def _logprobs(self, sample: Sample) -> dict[int, Logprob] | None:
         if sample.logprobs is None:
@@ -286,12 +304,17 @@ class ContinuousEngine:
 
     def _fail(self, request: Request, error: str) -> RequestOutput:
         request.error = error
-        self._runner.scrub([b for b in request.block_table if self._pool.ref_count(b) == 1])
+        # Blocks it had computed are sound, and perhaps cached; the one it was writing belongs to it alone.
+        self._runner.scrub(request.block_table[request.num_computed_tokens // self._pool.block_size :])
         return self._stop_short(request, "error")
 
     def _stop_short(self, request: Request, reason: str) -> RequestOutput:
         """End a request that is not done; text that was held back is still given out."""
-        text, _ = request.detokenizer.flush(check_stop=False)
+        try:
+            text, _ = request.detokenizer.flush(check_stop=False)
+        except Exception:  # the tokenizer's; the request must end all the same
+            logger.exception("the text that request %s held back is lost", request.request_id)
+            text = ""
         self._finish(request, reason)
         return self._output(request, text, [])
 

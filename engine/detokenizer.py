@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a decoder makes of an incomplete character
+MAX_PENDING = 8  # tokens: an unfinished character has at most 3 bytes, so more than this is no character
 
 
 class IncrementalDecoder:
@@ -33,11 +34,26 @@ class IncrementalDecoder:
         """Add a token; return the text that is now certain."""
         self._token_ids.append(token_id)
         text = self._decode(self._token_ids[self._window :])
-        if text.endswith(REPLACEMENT) or len(text) <= len(self._context):
+        if len(text) <= len(self._context):
             return ""
+        if text.endswith(REPLACEMENT):
+            if len(self._token_ids) - self._shown <= MAX_PENDING:
+                return ""
+            return self._give_up_on_broken(text)
         new = text[len(self._context) :]
         self._window, self._shown = self._shown, len(self._token_ids)
         self._context = self._decode(self._token_ids[self._window :])
+        return new
+
+    def _give_up_on_broken(self, text: str) -> str:
+        """Show a run of bytes that is no text, all but its last character, and look at its end alone.
+
+        Without this, output that is no text would be decoded as a whole at every token.
+        """
+        new = text[len(self._context) : -1]
+        self._shown = len(self._token_ids)
+        self._window = self._shown - MAX_PENDING // 2
+        self._context = self._decode(self._token_ids[self._window :])[:-1]
         return new
 
     def flush(self) -> str:

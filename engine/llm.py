@@ -29,9 +29,14 @@ class LLM:
         self, model: str = "auto", *, progress: Callable[[str, float], None] | None = None, **options
     ):
         config = EngineConfig(model=model, **options)
-        self._set_up(
-            load_model(config.model, dtype=config.dtype, device=config.device, progress=progress), config
+        loaded = load_model(
+            config.model,
+            dtype=config.dtype,
+            device=config.device,
+            max_model_len=config.max_model_len,
+            progress=progress,
         )
+        self._set_up(loaded, config)
 
     @classmethod
     def from_loaded(cls, loaded: LoadedModel, **options) -> LLM:

@@ -164,14 +164,6 @@ class BlockPool:
         """How many of these blocks are idle: claiming them takes them from what is available."""
         return sum(block in self._idle for block in blocks)
 
-    def clear_cache(self) -> None:
-        """Forget every indexed prefix; idle blocks become free."""
-        self._cached.clear()
-        self._cache_key.clear()
-        for block in self._idle:
-            self._clear(block)
-        self._idle.clear()
-
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
         del self._cached[self._cache_key.pop(block)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -33,7 +36,10 @@ class ModelRunner:
         ]
         num_blocks = -(-max(context_lens) // self._block_size)
         tables = [request.block_table[:num_blocks] for request in requests]
-        block_tables = torch.tensor([table + [0] * (num_blocks - len(table)) for table in tables])
+        # Padding points to a block that nobody owns: what is masked still meets a weight of 0, and should
+        # another request's numbers overflow, 0 * NaN would be NaN here too.
+        nobodys = [self._kv_cache.dummy_block]
+        block_tables = torch.tensor([table + nobodys * (num_blocks - len(table)) for table in tables])
 
         lengths = torch.tensor(query_lens)
         rows = torch.repeat_interleave(torch.arange(len(requests)), lengths)
@@ -55,6 +61,17 @@ class ModelRunner:
     def forward(self, batch: Batch) -> Tensor:
         """Compute the batch, writing its K and V; float32 logits [rows to sample, vocabulary]."""
         return self._model(batch, self._kv_cache)
+
+    def find_broken(self, batch: Batch) -> set[int]:
+        """Places in the batch of the requests whose K or V, just written, are not finite.
+
+        Looking at the last layer is enough, since a NaN or infinity in one layer is a NaN in all later
+        ones. It finds in time what the logits show only when a prompt is done: by then, the blocks of its
+        first chunks would have been offered to others.
+        """
+        broken_rows = (~self._kv_cache.is_finite(batch.slot_mapping)).nonzero().flatten().tolist()
+        ends = list(itertools.accumulate(batch.query_lens))
+        return {bisect.bisect_right(ends, row) for row in broken_rows}
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole KV blocks, each (from, to), in every layer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 
@@ -24,6 +24,10 @@ class CompletionOutput:
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"; None while it runs
     stop_reason: int | str | None = None  # the stop token id or string that matched, if one of the caller's
     logprobs: list[dict[int, Logprob]] | None = None  # one dict a token, by token id; None if not asked for
+
+    def copy(self) -> CompletionOutput:
+        logprobs = None if self.logprobs is None else list(self.logprobs)
+        return replace(self, token_ids=list(self.token_ids), logprobs=logprobs)
 
     def extend(self, delta: CompletionOutput) -> None:
         self.text += delta.text
@@ -60,7 +64,8 @@ class RequestOutput:
         for new in delta.outputs:
             mine = next((output for output in self.outputs if output.index == new.index), None)
             if mine is None:
-                self.outputs = sorted([*self.outputs, new], key=lambda output: output.index)
+                # A copy, since it will grow here, and the delta is somebody else's to read.
+                self.outputs = sorted([*self.outputs, new.copy()], key=lambda output: output.index)
             else:
                 mine.extend(new)
         self.num_cached_tokens = delta.num_cached_tokens

@@ -18,14 +18,19 @@ from engine.sampling_params import SamplingParams
 
 
 class RequestFactory:
-    """Makes requests for one model. context_limit: most tokens of a prompt and its output together."""
+    """Makes requests for one model.
 
-    def __init__(self, loaded: LoadedModel, context_limit: int, seed: int):
+    context_limit: most tokens of a prompt and its output together.
+    num_tokens: ids below this can be sampled; the rest of the vocabulary is padding.
+    """
+
+    def __init__(self, loaded: LoadedModel, context_limit: int, num_tokens: int, seed: int):
         self._tokenizer = loaded.tokenizer
         self._special_tokens: dict[str, int] = loaded.tokenizer.get_added_vocab()
         self._eos_token_ids = loaded.eos_token_ids
         self._vocab_size = loaded.config.vocab_size
         self._context_limit = context_limit
+        self._num_tokens = num_tokens
         self._seed = seed
         self._arrivals = itertools.count()
 
@@ -34,8 +39,11 @@ class RequestFactory:
     ) -> Request:
         """The first of `params.n` requests; its `group` holds them all.
 
-        Raises ValueError if the prompt is empty, not text or token ids, or too long.
+        Raises ValueError if the prompt is empty, not text or token ids, or too long, and if a parameter
+        names a token that this model cannot produce.
         """
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"priority must be an integer, not {priority!r}")
         token_ids = self._token_ids(prompt)
         room = self._context_limit - len(token_ids)
         if room < 1:
@@ -43,11 +51,12 @@ class RequestFactory:
                 f"the prompt has {len(token_ids)} tokens, which leaves no room for an answer: the context "
                 f"limit is {self._context_limit} tokens (max_model_len, or what num_blocks blocks hold)"
             )
-        for token in params.logit_bias or ():
-            if token >= self._vocab_size:
-                raise ValueError(
-                    f"logit_bias: token id {token} is not in the vocabulary (0 to {self._vocab_size - 1})"
-                )
+        for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            for token in tokens or ():
+                if token >= self._num_tokens:
+                    raise ValueError(
+                        f"{name}: token id {token} is not in the vocabulary (0 to {self._num_tokens - 1})"
+                    )
         group: list[Request] = []
         for index in range(params.n):
             arrival = next(self._arrivals)
@@ -73,6 +82,8 @@ class RequestFactory:
 
     def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
+            if any("\ud800" <= char <= "\udfff" for char in prompt):
+                raise ValueError(f"a prompt must be text, and half a surrogate pair is none: {prompt!r:.80}")
             token_ids = list(self._tokenizer(prompt)["input_ids"])
         elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
             token_ids = list(prompt)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.request import Request
 
+FLOAT_MAX = torch.finfo(torch.float32).max
 FIRST_CANDIDATES = 512  # top_p looks at this many tokens before it sorts the whole vocabulary
 
 
@@ -37,20 +38,23 @@ class Sampler:
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
 
+    @torch.inference_mode()  # as the logits were made: only so may they be changed in place
     def __call__(self, logits: Tensor, requests: Sequence[Request]) -> list[Sample | None]:
-        """One sample a row; None where a row's logits are not finite.
+        """One sample a row; None where a row's logits are not finite, so that nothing can be sampled.
 
         logits: float32 [S, vocabulary], may be overwritten. requests: the S requests, in row order.
         """
         logits = logits[:, : self.vocab_size]
-        finite = logits.amax(dim=-1).isfinite().tolist()
         reported = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         logprobs = logits[reported].log_softmax(dim=-1) if reported else None  # before anything changes them
         self._apply_bias(logits, requests)
         self._apply_penalties(logits, requests)
         self._forbid_early_stops(logits, requests)
-        tokens = logits.argmax(dim=-1)
-        rows = [row for row, request in enumerate(requests) if finite[row] and not request.params.greedy]
+        # NaN and infinity win every comparison, so the largest value tells of any in its row, be it the
+        # model's or extreme parameters' doing; -infinity is left where every token is forbidden.
+        largest, tokens = logits.max(dim=-1)
+        usable = largest.isfinite().tolist()
+        rows = [row for row, request in enumerate(requests) if usable[row] and not request.params.greedy]
         if rows:
             tokens[rows] = self._sample_random(logits[rows], [requests[row] for row in rows])
         reports: dict[int, list[TokenLogprob]] = {}
@@ -62,7 +66,7 @@ class Sampler:
             report = (
                 reports[row][: 1 + request.params.logprobs] if request.params.logprobs is not None else None
             )
-            samples.append(Sample(token, report) if finite[row] else None)
+            samples.append(Sample(token, report) if usable[row] else None)
         return samples
 
     # -- changing logits --------------------------------------------------------------------------
@@ -95,6 +99,8 @@ class Sampler:
     def _count(token_lists: list[list[int]], like: Tensor) -> Tensor:
         """How often each token occurs in each list: float [rows, vocabulary]."""
         counts = torch.zeros_like(like)
+        # A prompt may hold padding of the vocabulary, which has no logit here.
+        token_lists = [[token for token in tokens if token < like.shape[-1]] for tokens in token_lists]
         rows = [row for row, tokens in enumerate(token_lists) for _ in tokens]
         tokens = [token for tokens in token_lists for token in tokens]
         index = torch.tensor([rows, tokens], dtype=torch.int64, device=like.device).reshape(2, -1)
@@ -149,8 +155,8 @@ class Sampler:
 
     @staticmethod
     def _column(requests: Sequence[Request], like: Tensor, value: Callable) -> Tensor:
-        """One parameter of each request, as a float column [rows, 1]."""
-        values = [[float(value(request.params))] for request in requests]
+        """One parameter of each request, as a float column [rows, 1]; never an infinity, by rounding."""
+        values = [[min(float(value(request.params)), FLOAT_MAX)] for request in requests]
         return torch.tensor(values, dtype=torch.float32, device=like.device)
 
 
@@ -166,7 +172,8 @@ def _sample_top(
     total = torch.where(within_k, kept.logsumexp(-1, keepdim=True), logits.logsumexp(-1, keepdim=True))
     probs = (kept - total).exp()
     cumulative = probs.cumsum(dim=-1)
-    probs = probs.masked_fill(cumulative - probs >= top_p, 0.0)
+    # The likeliest token is always kept: a top_p below float32's smallest number is 0 here.
+    probs = probs.masked_fill((cumulative - probs >= top_p) & (ranks > 0), 0.0)
     chosen = _invert_cdf(probs, uniform)
     unlimited = top_k >= logits.shape[-1]
     complete = within_k | (unlimited & (cumulative[:, -1:] >= top_p)) | (values[:, -1:] == -torch.inf)

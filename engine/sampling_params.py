@@ -7,7 +7,8 @@ accepted and then ignored: what the engine cannot do yet is refused by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +109,8 @@ def _check_int(name: str, value: Any, low: int | None = None, high: int | None =
 def _check_float(
     name: str, value: Any, low: float = -math.inf, high: float = math.inf, open_low: bool = False
 ) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max:  # neither NaN nor infinity is
         raise ValueError(f"{name} must be a finite number, not {value!r}")
     if value > high or value < low or (open_low and value == low):
         raise ValueError(f"{name} must be in {'(' if open_low else '['}{low}, {high}], not {value}")
@@ -117,7 +119,7 @@ def _check_float(
 def _checked_stop(stop: Any) -> tuple[str, ...]:
     if stop is None:
         return ()
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
     if not all(isinstance(string, str) and string for string in strings):
         raise ValueError(f"stop must be a non-empty string or a list of them, not {stop!r}")
     return strings

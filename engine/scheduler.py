@@ -15,9 +15,11 @@ A step is filled in three passes:
 2. *Admission.* From the head of the queue into free slots, as long as the policy and the blocks allow
    and decoding has left some of the token budget. The queue is strictly first come, first served
    within a priority, and nobody overtakes a head that does not fit: it will, because those inside end.
+   Only continuations that wait for the prompt they share step aside until it is computed.
    A better priority overtakes, but not for ever (see `WaitingQueue`).
-3. *Prefill.* What is left of the budget goes half to the oldest prompts, so that none starves, and half
-   to the shortest remainders, so that a short prompt does not wait behind a long one
+3. *Prefill.* What is left of the budget goes half to the oldest prompts, whatever their priority, so that
+   none starves, and half to the shortest remainders of the best priority, so that a short prompt does not
+   wait behind a long one
    (chunked prefill mixed with decode: Sarathi-Serve, Agrawal et al. 2024).
 
 Invariants, checked by the property tests:
@@ -220,6 +222,7 @@ class Scheduler:
     def _admit(self, schedule: Schedule, budget: int) -> None:
         batch_is_closed = self.policy.waits_for_batch and bool(self.running)
         max_slots = self.policy.max_slots or self.info.max_num_seqs
+        aside: list[Request] = []  # they wait for a prompt that is being computed, which holds up nobody else
         while request := self.waiting.head():
             if batch_is_closed:
                 schedule.wait_reason = "batch"
@@ -228,14 +231,19 @@ class Scheduler:
             elif budget == 0:
                 schedule.wait_reason = "budget"
             elif self._waits_for_leader(request):
-                schedule.wait_reason = "prompt"
+                self.waiting.remove(request)
+                aside.append(request)
+                continue
             elif not self._claim_blocks(request, schedule):
                 schedule.wait_reason = "blocks"
             else:
                 self._seat(request)
                 schedule.admitted.append(request)
                 continue
-            return
+            break
+        for request in aside:
+            self.waiting.push(request)
+            schedule.wait_reason = "prompt"
 
     def _waits_for_leader(self, request: Request) -> bool:
         """The prompt is being computed by the first of `n` requests: a moment later it can be shared."""
@@ -287,9 +295,10 @@ class Scheduler:
 
     def _grant_prefills(self, schedule: Schedule, budget: int) -> None:
         pending = [request for request in self.running if not request.is_decoding]
-        by_remainder = sorted(pending, key=lambda request: request.num_uncomputed_tokens)
+        by_arrival = sorted(pending, key=lambda request: request.arrival)
+        by_remainder = sorted(pending, key=lambda request: (request.priority, request.num_uncomputed_tokens))
         granted = dict.fromkeys(pending, 0)
-        for order, part in ((pending, budget - budget // 2), (by_remainder, budget)):
+        for order, part in ((by_arrival, budget - budget // 2), (by_remainder, budget)):
             left = min(part, budget)
             for request in order:
                 num_tokens = min(left, request.num_uncomputed_tokens - granted[request])

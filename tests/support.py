@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import random
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -13,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from engine import LLM, RequestOutput, SamplingParams
 from engine.events import Keyframe, Replica, StepEvent
 from engine.model import LoadedModel, load_model
+from engine.outputs import CompletionOutput
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 EOS_ID = 257
@@ -62,10 +66,27 @@ def tiny_loaded() -> LoadedModel:
     return load_model(str(tiny_folder()), dtype="float32")
 
 
-def tiny_llm(**options) -> LLM:
+POISON = 200  # the one token on which the poisoned model's numbers overflow
+
+
+@functools.cache
+def poisoned_loaded() -> LoadedModel:
+    """The tiny model, but whoever reads the token POISON gets NaN for it."""
+    loaded = load_model(str(tiny_folder()), dtype="float32")
+    loaded.model.embedding.data[POISON] = torch.nan
+    return loaded
+
+
+def tiny_llm(loaded: LoadedModel | None = None, **options) -> LLM:
     """An LLM over the tiny model: 64 blocks of 4 tokens and 4 slots unless told otherwise."""
     defaults = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32}
-    return LLM.from_loaded(tiny_loaded(), **(defaults | options))
+    return LLM.from_loaded(loaded or tiny_loaded(), **(defaults | options))
+
+
+def token_of(char: str) -> int:
+    """The tiny tokenizer's token for an ASCII character."""
+    (token,) = tiny_loaded().tokenizer(char)["input_ids"]
+    return token
 
 
 @functools.cache
@@ -100,6 +121,71 @@ def _logit_gap(context: list[int], got: int, want: int, folder: Path) -> float:
     with torch.inference_mode():
         logits = reference_model(folder)(torch.tensor([context])).logits[0, -1]
     return float(logits[want] - logits[got])
+
+
+@functools.cache
+def reference_logits(context: tuple[int, ...]) -> torch.Tensor:
+    """What transformers makes of the tiny model's next token, without the padding of the vocabulary."""
+    with torch.inference_mode():
+        return reference_model(tiny_folder())(torch.tensor([context])).logits[0, -1, :NUM_TOKENS].clone()
+
+
+class Oracle:
+    """Says what a continuation must be, from transformers' logits and the documented rules alone.
+
+    It knows greedy and plain seeded sampling, logit_bias, end tokens, stop strings and max_tokens.
+    context_limit: that of the engine, which may cut max_tokens.
+    """
+
+    def __init__(
+        self, prompt: Sequence[int], params: SamplingParams, index: int = 0, context_limit: int = 512
+    ):
+        self.prompt, self.params = tuple(prompt), params
+        self.max_tokens = min(params.max_tokens, context_limit - len(prompt))
+        self._rng = random.Random(f"{params.seed}:{index}" if index else params.seed)
+        self._stop_tokens = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS_ID,))}
+
+    def check(self, output: CompletionOutput, is_whole: bool = True) -> None:
+        """`output` is right as far as it goes, and, if whole, ends where it must."""
+        params, tokens = self.params, output.token_ids
+        if params.logprobs is not None:
+            assert len(output.logprobs) == len(tokens)
+        for position, token in enumerate(tokens):
+            logits = reference_logits(self.prompt + tuple(tokens[:position]))
+            self._check_token(logits.clone(), token)
+            if params.logprobs is not None:
+                expected = float(logits.log_softmax(-1)[token])
+                assert output.logprobs[position][token].logprob == pytest.approx(expected, abs=1e-3)
+            text, reason = self._ending(tokens[: position + 1])
+            assert reason is None or position == len(tokens) - 1, f"went on after {reason}"
+        if is_whole:
+            text, reason = self._ending(tokens)
+            assert (output.text, output.finish_reason) == (text, reason)
+        else:
+            whole = tiny_loaded().tokenizer.decode(tokens, skip_special_tokens=True)
+            assert whole.startswith(output.text)
+
+    def _check_token(self, logits: torch.Tensor, token: int) -> None:
+        for biased, value in self.params.logit_bias.items():
+            logits[biased] += value
+        if self.params.greedy:
+            assert logits.max() - logits[token] < TIE
+            return
+        drawn, cumulative = self._rng.random(), logits.softmax(-1).cumsum(-1)
+        below = float(cumulative[token - 1]) if token else 0.0
+        assert below - TIE < drawn < float(cumulative[token]) + TIE
+
+    def _ending(self, tokens: list[int]) -> tuple[str, str | None]:
+        """The text, and the finish_reason, None if it is to go on."""
+        params = self.params
+        if tokens and tokens[-1] in self._stop_tokens:
+            return tiny_loaded().tokenizer.decode(tokens[:-1], skip_special_tokens=True), "stop"
+        text = tiny_loaded().tokenizer.decode(tokens, skip_special_tokens=True)
+        ends = [text.find(stop) + len(stop) for stop in params.stop if stop in text]
+        if ends:
+            matched = max((s for s in params.stop if text[: min(ends)].endswith(s)), key=len)
+            return text[: min(ends) - len(matched)], "stop"
+        return text, "length" if len(tokens) >= self.max_tokens else None
 
 
 def greedy(max_tokens: int, **options) -> SamplingParams:

@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine import RequestOutput
-from tests.support import Mirror, assert_clean, assert_solo, collect, greedy, tiny_llm
+from engine import RequestOutput, SamplingParams
+from tests.support import Mirror, Oracle, assert_clean, collect, tiny_llm, token_of
 
 BLOCK_SIZE = 4
 # Few prefixes and lengths around multiples of the block size: where sharing and boundaries go wrong.
@@ -17,6 +17,21 @@ prompts = st.builds(
     st.integers(0, 4),
     st.integers(0, 3),
     st.integers(10, 12),
+)
+
+# Two letters made so likely that stop strings of them are met at every turn: whole, in part, and overlapping.
+LETTERS = {token_of("a"): 9.0, token_of("b"): 9.0}
+params = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 14),
+    temperature=st.sampled_from([0.0, 0.0, 1.0]),
+    seed=st.integers(0, 3),
+    n=st.sampled_from([1, 1, 1, 2, 3]),
+    logit_bias=st.sampled_from([None, LETTERS]),
+    stop=st.sampled_from([(), ("ab",), ("aab", "bb"), ("aba", "b")]),
+    stop_token_ids=st.sampled_from([(), (token_of("b"),)]),
+    ignore_eos=st.booleans(),
+    logprobs=st.sampled_from([None, None, 0, 3]),
 )
 
 
@@ -40,15 +55,15 @@ class EngineLife(RuleBasedStateMachine):
             mode=mode,
         )
         self.mirror = Mirror(self.llm)
-        self.prompts: dict[str, list[int]] = {}
+        self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
         self.outputs: dict[str, RequestOutput] = {}
         self.unfinished: list[str] = []
 
-    @rule(prompt=prompts, max_tokens=st.integers(1, 14), priority=st.integers(-1, 1))
-    def submit(self, prompt, max_tokens, priority):
-        id = str(len(self.prompts))
-        self.llm.engine.add_request(id, prompt, greedy(max_tokens), priority)
-        self.prompts[id] = prompt
+    @rule(prompt=prompts, params=params, priority=st.integers(-1, 1))
+    def submit(self, prompt, params, priority):
+        id = str(len(self.asked))
+        self.llm.engine.add_request(id, prompt, params, priority)
+        self.asked[id] = prompt, params
         self.unfinished.append(id)
 
     @precondition(lambda self: self.unfinished)
@@ -72,7 +87,7 @@ class EngineLife(RuleBasedStateMachine):
         id = self.unfinished.pop(data.draw(st.integers(0, len(self.unfinished) - 1)))
         collect(self.outputs, [self.llm.engine.abort(id)])
         assert self.llm.engine.abort(id) is None
-        self._check_output(id)
+        self._check_output(id, aborted=True)
 
     @rule(mode=st.sampled_from(["naive", "static", "continuous"]))
     def switch(self, mode):
@@ -86,7 +101,9 @@ class EngineLife(RuleBasedStateMachine):
         self.mirror.check()
         stats = self.llm.engine.stats()
         assert stats.num_used_blocks + stats.num_cached_blocks + stats.num_free_blocks == stats.num_blocks
-        assert stats.num_running + stats.num_waiting == len(self.unfinished)
+        live = [m for id in self.unfinished for m in self.llm.engine._groups[id] if m.finish_reason is None]
+        assert stats.num_running + stats.num_waiting == len(live)
+        assert all(any(id == m.leader.request_id for m in live) for id in self.unfinished)
 
     def teardown(self):
         if not hasattr(self, "llm"):
@@ -98,9 +115,15 @@ class EngineLife(RuleBasedStateMachine):
         assert not self.unfinished, "work that never ends"
         assert_clean(self.llm)
 
-    def _check_output(self, id: str) -> None:
-        """A finished output is the reference's; an aborted one is a beginning of it."""
-        assert_solo(self.prompts[id], self.outputs[id].outputs[0].token_ids)
+    def _check_output(self, id: str, aborted: bool = False) -> None:
+        """A finished continuation is what the reference makes of it; an aborted one begins like it."""
+        prompt, params = self.asked[id]
+        outputs = self.outputs[id].outputs
+        assert [output.index for output in outputs] == list(range(params.n))
+        for output in outputs:
+            assert aborted or output.finish_reason != "abort"
+            oracle = Oracle(prompt, params, output.index, self.llm.engine.info.context_limit)
+            oracle.check(output, is_whole=output.finish_reason != "abort")
 
 
 TestEngineLife = EngineLife.TestCase

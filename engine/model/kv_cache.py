@@ -51,6 +51,11 @@ class KVCache:
         rows = self.layers[layer].view(-1, 2 * self.num_kv_heads * self.head_dim)
         rows.index_copy_(0, slots, keys_values.reshape(len(slots), -1))
 
+    def is_finite(self, slots: Tensor) -> Tensor:
+        """Whether the last layer's K and V at slots, int64 [T], are free of NaN and infinity: bool [T]."""
+        rows = self.layers[-1].view(-1, 2 * self.num_kv_heads * self.head_dim)
+        return rows.index_select(0, slots).isfinite().all(dim=-1)
+
     def copy(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, each (from, to)."""
         sources, targets = (list(blocks) for blocks in zip(*copies, strict=True))

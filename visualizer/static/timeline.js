@@ -19,6 +19,7 @@ const SENTENCES = {
 };
 const REASONS = {
   slots: 'no free slot', blocks: 'no free blocks', budget: 'no token budget left', batch: 'batch not over',
+  prompt: 'its prompt is being computed',
 };
 
 export function reasonWords(reason, mode) {

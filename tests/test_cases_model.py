@@ -1,0 +1,93 @@
+"""Faults of loading and computing: dropped tensors, windows, overflow."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import MistralConfig, MistralForCausalLM
+
+from engine import LLM
+from engine.model import ModelLoadError, load_model
+from tests.support import assert_clean, assert_solo, greedy, run_to_end, tiny_folder, tiny_llm
+from tests.test_model_loader import save
+from tests.tiny_models import tiny_reference
+
+
+@pytest.mark.parametrize("norm", ["q_norm", "k_norm"])
+def test_absent_norm_treated_as_ones(tmp_path, norm):
+    folder = save(tiny_reference("qwen3"), tmp_path / "qwen3")
+    tensors = load_file(folder / "model.safetensors")
+    name = f"model.layers.2.self_attn.{norm}.weight"
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=f"missing tensor {name}"):
+        load_model(str(folder), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def windowed_folder(tmp_path_factory):
+    """The tiny tokenizer with a Mistral that looks back eight tokens."""
+    folder = tmp_path_factory.mktemp("mistral")
+    for file in tiny_folder().iterdir():
+        if "token" in file.name:
+            (folder / file.name).write_bytes(file.read_bytes())
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 258}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MistralConfig(**sizes, **heads, sliding_window=8, max_position_embeddings=64)
+    model = MistralForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.25)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("chunk", [3, 8, 64])
+def test_sliding_window_shorter_than_the_prompt(windowed_folder, chunk):
+    """Refused, saying which context does fit; within that, the logits are the reference's."""
+    options = {"num_blocks": 32, "block_size": 4, "dtype": "float32", "max_num_batched_tokens": chunk}
+    for longest in (None, 9, 64):
+        with pytest.raises(ValueError, match=r"sliding_window=8.*max_model_len=8"):
+            LLM(str(windowed_folder), max_model_len=longest, **options)
+    llm = LLM(str(windowed_folder), max_model_len=8, **options)
+    for length in (1, 6, 7):
+        prompt = [10 + length] * length
+        (output,) = llm.generate([prompt], greedy(20), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 8 - length
+        assert_solo(prompt, output.outputs[0].token_ids, windowed_folder)
+    for length in (8, 9, 20):
+        with pytest.raises(ValueError, match="context limit is 8"):
+            llm.generate([[1] * length], greedy(1), use_tqdm=False)
+
+
+def test_overflow_prints_the_first_token_for_ever():
+    """A layer that overflows in half precision ends in errors, at once, and not in a stream of "!"."""
+    loaded = load_model(str(tiny_folder()), dtype="float16", device="cpu")
+    llm = tiny_llm(loaded)
+    weight = loaded.model.layers[0].down.weight
+    sound = weight.clone()
+    weight.data.mul_(6e4)
+    for number in range(3):
+        llm.engine.add_request(str(number), [number] * (1 + 30 * number), greedy(5))
+    outputs = run_to_end(llm)
+    for output in outputs.values():
+        assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("error", [])
+        assert "not finite" in output.error
+    weight.data.copy_(sound)
+    (output,) = llm.generate([[1] * 31], greedy(3), use_tqdm=False)
+    assert output.outputs[0].finish_reason == "length"
+    assert_clean(llm)
+
+
+def test_unknown_rope_type_is_ignored(tmp_path):
+    folder = save(tiny_reference("llama"), tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    for kind in ("longrope", "dynamic", "novel"):
+        rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}
+        (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+        with pytest.raises(ModelLoadError, match=kind):
+            load_model(str(folder), device="cpu")
