@@ -67,13 +67,15 @@ class LLM:
         if self.engine.is_driven:
             raise RuntimeError("an EngineRunner drives this engine: use its submit() instead of generate()")
         prompts = _as_list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts, but {len(sampling_params)} sampling_params")
+        if isinstance(sampling_params, Sequence):
+            each = list(sampling_params)
+        else:
+            each = [sampling_params or SamplingParams()] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(each)} sampling_params")
         requests = [
             self.engine.make_request(f"llm-{next(self._ids)}", prompt, params)
-            for prompt, params in zip(prompts, sampling_params, strict=True)
+            for prompt, params in zip(prompts, each, strict=True)
         ]
         for request in requests:
             self.engine.enqueue(request)
@@ -105,6 +107,9 @@ class LLM:
             raise ValueError(
                 f"{self.engine.info.model} has no chat template: use generate() with a prompt of your own"
             )
+        for message in messages:
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise ValueError(f"a message must have a role and a content, unlike {message!r:.80}")
         encoded = self.tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, return_dict=True
         )
@@ -128,6 +133,8 @@ class LLM:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, text or token ids, is a list of one."""
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts must be a string, token ids, or a list of these, not {prompts!r:.80}")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -42,6 +42,10 @@ class RequestFactory:
         Raises ValueError if the prompt is empty, not text or token ids, or too long, and if a parameter
         names a token that this model cannot produce.
         """
+        if not isinstance(request_id, str) or not request_id:
+            raise ValueError(f"request_id must be a non-empty string, not {request_id!r}")
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams, not {params!r:.80}")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ValueError(f"priority must be an integer, not {priority!r}")
         token_ids = self._token_ids(prompt)

@@ -294,7 +294,9 @@ class Scheduler:
         return [hit.block for hit in hits], [hit.content_id for hit in hits], len(hits) * block_size
 
     def _grant_prefills(self, schedule: Schedule, budget: int) -> None:
-        pending = [request for request in self.running if not request.is_decoding]
+        # Not "those that are not decoding": one that just came back may find all but its last token cached.
+        served = {grant.request for grant in schedule.grants}
+        pending = [request for request in self.running if request not in served]
         by_arrival = sorted(pending, key=lambda request: request.arrival)
         by_remainder = sorted(pending, key=lambda request: (request.priority, request.num_uncomputed_tokens))
         granted = dict.fromkeys(pending, 0)

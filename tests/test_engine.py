@@ -250,6 +250,34 @@ def test_one_bad_prompt_queues_none():
     assert not llm.engine.has_unfinished()
 
 
+def test_request_that_returns_with_one_token_missing_is_served_in_the_same_step():
+    # Two requests in three blocks of one token: the second is put out, and finds all but one token cached.
+    llm = tiny_llm(block_size=1, num_blocks=3, max_num_batched_tokens=2)
+    for number in range(2):
+        llm.engine.add_request(str(number), [number + 1], greedy(2))
+    outputs = {}
+    while llm.engine.has_unfinished():
+        collect(outputs, llm.engine.step())
+        assert llm.engine.events.read(0).events[-1].slots, "a step that computed nothing"
+    for number in range(2):
+        assert_solo([number + 1], outputs[str(number)].outputs[0].token_ids)
+    assert llm.engine.stats().num_preemptions == 1
+
+
+def test_what_is_no_prompt_message_or_parameter_is_said():
+    llm = tiny_llm()
+    for call, message in (
+        (lambda: llm.generate(None, greedy(1)), "prompts must be"),
+        (lambda: llm.generate([[1]], {"max_tokens": 3}), "SamplingParams"),
+        (lambda: llm.generate([[1], [2]], [greedy(1)]), "2 prompts, but 1"),
+        (lambda: llm.chat([{"role": "user"}], greedy(1)), "role and a content"),
+        (lambda: llm.engine.add_request(5, [1], greedy(1)), "request_id"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert not llm.engine.has_unfinished()
+
+
 def test_id_in_use_is_refused():
     llm = tiny_llm()
     llm.engine.add_request("same", [1], greedy(3))

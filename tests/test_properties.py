@@ -39,16 +39,17 @@ class EngineLife(RuleBasedStateMachine):
     """Submits, steps, aborts and switches modes at random in a pool too small for everybody."""
 
     @initialize(
-        num_blocks=st.integers(8, 20),
+        block_size=st.sampled_from([1, 2, BLOCK_SIZE, BLOCK_SIZE]),
+        num_tokens=st.integers(32, 80),
         slots=st.integers(1, 5),
         chunk=st.sampled_from([1, 3, 4, 5, 9, 64]),
         caching=st.booleans(),
         mode=st.sampled_from(["naive", "static", "continuous"]),
     )
-    def start(self, num_blocks, slots, chunk, caching, mode):
+    def start(self, block_size, num_tokens, slots, chunk, caching, mode):
         self.llm = tiny_llm(
-            block_size=BLOCK_SIZE,
-            num_blocks=num_blocks,
+            block_size=block_size,
+            num_blocks=num_tokens // block_size,
             max_num_seqs=slots,
             max_num_batched_tokens=chunk,
             enable_prefix_caching=caching,
