@@ -79,8 +79,9 @@ def test_requests_that_do_not_fit_together_finish_one_after_the_other():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("chunk", [1, 3, 4, 5, 1000])
-def test_chunk_size_changes_nothing(mode, chunk):
-    llm = tiny_llm(mode=mode, max_num_batched_tokens=chunk)
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_chunk_size_changes_nothing(mode, chunk, prefix_caching):
+    llm = tiny_llm(mode=mode, max_num_batched_tokens=chunk, enable_prefix_caching=prefix_caching)
     lengths = [max(1, chunk % 50 - 1), chunk % 50, chunk % 50 + 1, 3 * (chunk % 50) + 1, 17]
     prompts = [[(7 * i + j) % 256 for j in range(max(1, length))] for i, length in enumerate(lengths)]
     for max_tokens in (1, 2, 3):
@@ -230,6 +231,7 @@ def test_priority_goes_first():
         ([1.5], "string or a list of token ids"),
         (7, "string or a list of token ids"),
         ([1] * 1000, "context limit"),
+        ("half a \ud83d", "surrogate"),
     ],
 )
 def test_bad_prompts_are_refused_and_neighbours_unharmed(prompt, message):

@@ -1,129 +1,216 @@
-"""`n` continuations of one prompt: forks that share its blocks, and one output that holds them all."""
+"""n > 1: one prompt, several continuations that share its blocks, in every mode and under every pressure."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from engine import EngineRunner, SamplingParams
-from tests.support import Mirror, assert_clean, assert_solo, collect, greedy, run_to_end, tiny_llm
+from tests.support import (
+    POISON,
+    Mirror,
+    Oracle,
+    assert_clean,
+    assert_solo,
+    collect,
+    greedy,
+    poisoned_loaded,
+    run_to_end,
+    tiny_llm,
+)
 
 MODES = ("naive", "static", "continuous")
-PROMPT = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16]  # two full blocks of 4 and a half
+PROMPT = [*range(1, 11)]  # two blocks of four and a half-full one
 
 
-def sampled(n: int, **options) -> SamplingParams:
-    return SamplingParams(max_tokens=9, temperature=2.0, ignore_eos=True, n=n, **options)
+def seeded(n: int, **options) -> SamplingParams:
+    defaults = {"max_tokens": 12, "temperature": 1.0, "seed": 7, "ignore_eos": True}
+    return SamplingParams(n=n, **(defaults | options))
 
 
-@pytest.mark.parametrize("caching", [False, True])
+def check(prompt, params, output) -> None:
+    assert [one.index for one in output.outputs] == list(range(params.n))
+    for one in output.outputs:
+        Oracle(prompt, params, one.index).check(one)
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_every_continuation_is_that_of_its_own_seed(mode, caching):
-    options = {"mode": mode, "enable_prefix_caching": caching, "max_model_len": 40}
-    (single,) = tiny_llm(**options).generate([PROMPT], sampled(1, seed=5), False)
-    llm = tiny_llm(**options)
-    (many,) = llm.generate([PROMPT], sampled(3, seed=5), False)
-    assert [output.index for output in many.outputs] == [0, 1, 2]
-    assert many.outputs[0].token_ids == single.outputs[0].token_ids
-    assert len({tuple(output.token_ids) for output in many.outputs}) == 3
-    assert all(len(output.token_ids) == 9 and output.finish_reason == "length" for output in many.outputs)
-    assert_clean(llm)
-    (again,) = tiny_llm(mode="continuous").generate([PROMPT], sampled(3, seed=5), False)
-    assert [o.token_ids for o in again.outputs] == [o.token_ids for o in many.outputs]
-
-
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("num_blocks", [9, 64])
 @pytest.mark.parametrize("length", [1, 4, 5, 8, 9, 10])
-def test_greedy_forks_equal_the_reference_at_every_block_boundary(length):
-    llm = tiny_llm()
-    (output,) = llm.generate([PROMPT[:length]], greedy(6, n=3), False)
-    for continuation in output.outputs:
-        assert_solo(PROMPT[:length], continuation.token_ids)
+def test_each_continuation_is_its_own(mode, caching, num_blocks, length):
+    llm = tiny_llm(mode=mode, enable_prefix_caching=caching, num_blocks=num_blocks)
+    prompts = [PROMPT[:length], [9] * length]
+    params = [seeded(3), seeded(5, seed=1, logprobs=1)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, one, output in zip(prompts, params, outputs, strict=True):
+        check(prompt, one, output)
+        assert output.finished and output.prompt_token_ids == prompt
+        assert len({tuple(one.token_ids) for one in output.outputs}) == one.n
     assert_clean(llm)
+
+
+def test_first_continuation_is_that_of_n_1():
+    (single,) = tiny_llm().generate([PROMPT], seeded(1), use_tqdm=False)
+    (several,) = tiny_llm().generate([PROMPT], seeded(4), use_tqdm=False)
+    assert several.outputs[0].token_ids == single.outputs[0].token_ids
+    (again,) = tiny_llm(num_blocks=9, max_num_seqs=2).generate([PROMPT], seeded(4), use_tqdm=False)
+    assert [one.token_ids for one in again.outputs] == [one.token_ids for one in several.outputs]
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_forks_share_full_prompt_blocks_and_copy_the_part_full_one(caching):
+def test_prompt_blocks_are_shared_and_the_part_full_one_copied(caching):
     llm = tiny_llm(enable_prefix_caching=caching)
-    mirror = Mirror(llm)
-    llm.engine.add_request("x", PROMPT, sampled(3, seed=1))
-    for _ in range(3):
-        llm.engine.step()
-        mirror.check()
-        llm.engine.check_integrity()
+    llm.engine.add_request("x", PROMPT, seeded(3))
+    llm.engine.step()
+    llm.engine.step()
     tables = [request.block_table for request in llm.engine._scheduler.running]
     assert len(tables) == 3
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
-    assert [llm.engine._pool.ref_count(block) for block in tables[0][:2]] == [3, 3]
     assert len({table[2] for table in tables}) == 3
-    computed = sum(
-        use.num_tokens for event in llm.engine.events.read(0).events for use in getattr(event, "slots", ())
-    )
-    assert computed < 2 * len(PROMPT)  # the prompt once, not three times
-    run_to_end(llm)
+    assert [llm.engine._pool.ref_count(block) for block in tables[0]] == [3, 3, 1]
+    assert llm.engine.stats().num_used_blocks == 5
+    llm.engine.abort("x")
     assert_clean(llm)
 
 
-def test_forks_survive_preemption_and_mode_switches():
-    llm = tiny_llm(num_blocks=12, max_num_seqs=6)
+def test_prompt_is_computed_once():
+    llm = tiny_llm()
+    llm.engine.add_request("x", PROMPT, greedy(2, n=4))
+    run_to_end(llm)
+    steps = [event for event in llm.engine.events.read(0).events if hasattr(event, "times")]
+    computed = sum(use.num_tokens for step in steps for use in step.slots)
+    # Of each fork, the prompt's last token, whose logits it needs; and of all four, one token decoded.
+    assert computed == len(PROMPT) + 3 + 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_deltas_carry_indices_and_one_finish(mode):
+    llm = tiny_llm(mode=mode, num_blocks=20, max_num_seqs=2)
+    params = seeded(3, max_tokens=6)
+    llm.engine.add_request("x", PROMPT, params)
+    mirror, outputs, finishes = Mirror(llm), {}, []
+    while llm.engine.has_unfinished():
+        for delta in llm.engine.step():
+            assert not outputs or not outputs["x"].finished
+            (one,) = delta.outputs
+            assert len(one.token_ids) == 1
+            finishes += [one.index] if one.finish_reason else []
+            assert delta.finished == (len(finishes) == 3)
+            collect(outputs, [delta])
+        mirror.check()
+    check(PROMPT, params, outputs["x"])
+    assert sorted(finishes) == [0, 1, 2]
+
+
+def test_events_and_books_under_preemption():
+    llm = tiny_llm(num_blocks=11, max_num_seqs=4)
     mirror = Mirror(llm)
-    for name in "abc":
-        llm.engine.add_request(name, [*PROMPT[:6], ord(name)], greedy(14, n=2))
+    asked = {str(n): ([n] * (5 + n), seeded(1 + n % 3, seed=n, max_tokens=16)) for n in range(6)}
+    for id, (prompt, params) in asked.items():
+        llm.engine.add_request(id, prompt, params)
     outputs = {}
-    for step in range(2000):
-        if not llm.engine.has_unfinished():
-            break
+    while llm.engine.has_unfinished():
         collect(outputs, llm.engine.step())
-        if step in (9, 14, 20):
-            llm.engine.set_mode({9: "static", 14: "naive", 20: "continuous"}[step])
         mirror.check()
         llm.engine.check_integrity()
-    assert llm.engine.stats().num_preemptions
-    for name in "abc":
-        assert outputs[name].finished and len(outputs[name].outputs) == 2
-        for continuation in outputs[name].outputs:
-            assert_solo([*PROMPT[:6], ord(name)], continuation.token_ids)
+    assert llm.engine.stats().num_preemptions > 0
+    for id, (prompt, params) in asked.items():
+        check(prompt, params, outputs[id])
     assert_clean(llm)
 
 
-def test_finished_only_when_all_are_and_one_delta_each():
+@pytest.mark.parametrize("steps", range(7))
+def test_abort_ends_all_that_is_left(steps):
+    llm = tiny_llm(max_num_seqs=2, num_blocks=16)
+    params = seeded(4, max_tokens=3)
+    llm.engine.add_request("x", PROMPT, params)
+    outputs = {}
+    for _ in range(steps):
+        collect(outputs, llm.engine.step())
+    whole = llm.engine.abort("x")
+    assert whole.finished and not llm.engine.has_unfinished()
+    collect(outputs, [whole])
+    for one in outputs["x"].outputs:
+        Oracle(PROMPT, params, one.index).check(one, is_whole=one.finish_reason != "abort")
+    assert [one.index for one in outputs["x"].outputs] == [0, 1, 2, 3]
+    assert llm.engine.abort("x") is None
+    assert_clean(llm)
+
+
+def test_one_that_fails_leaves_the_others(monkeypatch):
     llm = tiny_llm()
-    llm.engine.add_request("x", PROMPT, sampled(4, seed=3, stop_token_ids=list(range(0, 256, 9))))
-    deltas = []
+    params = seeded(3)
+    llm.engine.add_request("x", PROMPT, params)
+    outputs = {}
+    for _ in range(4):
+        collect(outputs, llm.engine.step())
+    forward = llm.engine._runner.forward
+
+    def poisoned(batch):
+        logits = forward(batch).clone()
+        logits[1] = torch.nan
+        return logits
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine._runner, "forward", poisoned)
+        collect(outputs, llm.engine.step())
+    collect(outputs, list(run_to_end(llm).values()))
+    reasons = [one.finish_reason for one in outputs["x"].outputs]
+    assert sorted(reasons) == ["error", "length", "length"] and outputs["x"].error
+    for one in outputs["x"].outputs:
+        Oracle(PROMPT, params, one.index).check(one, is_whole=one.finish_reason == "length")
+    assert_clean(llm)
+
+
+def test_prompt_that_fails_fails_all_its_continuations():
+    llm = tiny_llm(poisoned_loaded())
+    llm.engine.add_request("x", [1, POISON, 2], greedy(3, n=3))
+    output = run_to_end(llm)["x"]
+    assert [one.finish_reason for one in output.outputs] == ["error"] * 3
+    assert_clean(llm)
+
+
+def test_mode_switch_keeps_all_continuations():
+    llm = tiny_llm(num_blocks=24)
+    params = seeded(5)
+    llm.engine.add_request("x", PROMPT, params)
+    outputs = {}
+    modes = iter(("static", "naive", "continuous") * 50)
     while llm.engine.has_unfinished():
-        deltas += llm.engine.step()
-    assert [delta.finished for delta in deltas] == [False] * (len(deltas) - 1) + [True]
-    assert {delta.request_id for delta in deltas} == {"x"}
-    ends = [delta.outputs[0].index for delta in deltas if delta.outputs[0].finish_reason]
-    assert sorted(ends) == [0, 1, 2, 3]
+        for _ in range(3):
+            collect(outputs, llm.engine.step())
+        llm.engine.set_mode(next(modes))
+        llm.engine.check_integrity()
+    check(PROMPT, params, outputs["x"])
     assert_clean(llm)
 
 
-def test_abort_and_failure_end_all_that_is_left():
-    llm = tiny_llm(max_num_seqs=2)
-    for steps in (0, 1, 2, 4):
-        llm.engine.add_request("x", PROMPT, sampled(4, seed=3))
-        for _ in range(steps):
-            llm.engine.step()
-        output = llm.engine.abort("x")
-        assert output.finished and len(output.outputs) == 4
-        assert {continuation.finish_reason for continuation in output.outputs} == {"abort"}
-        assert llm.engine.abort("x") is None
-        assert_clean(llm)
-
-
-def test_ids_of_continuations_are_in_use_too():
+def test_ids_of_a_group_are_in_use():
     llm = tiny_llm()
-    llm.engine.add_request("x", PROMPT, sampled(2, seed=3))
-    for taken in ("x", "x:1"):
-        with pytest.raises(ValueError, match="in use"):
-            llm.engine.add_request(taken, PROMPT, greedy(2))
-    run_to_end(llm)
-    assert_clean(llm)
+    llm.engine.add_request("a", [1], greedy(3, n=2))
+    for id in ("a", "a:1"):
+        with pytest.raises(ValueError, match=id):
+            llm.engine.add_request(id, [2], greedy(3))
+    llm.engine.add_request("b:1", [1], greedy(3))
+    with pytest.raises(ValueError, match="b:1"):
+        llm.engine.add_request("b", [2], greedy(3, n=2))
+    assert set(run_to_end(llm)) == {"a", "b:1"}
 
 
-def test_a_handle_gets_all_continuations():
+def test_deltas_on_a_handle_are_not_changed_by_later_ones():
+    """They are read at leisure, when the whole has grown already."""
     llm = tiny_llm()
     runner = EngineRunner(llm.engine)
-    output = runner.submit(PROMPT, sampled(3, seed=5)).result(20)
+    params = seeded(3, logprobs=1)
+    handle = runner.submit(PROMPT, params)
+    whole = handle.result(30)
+    deltas = list(handle)
     runner.shutdown(timeout=20)
-    expected = tiny_llm().generate([PROMPT], sampled(3, seed=5), False)[0]
-    assert [o.text for o in output.outputs] == [o.text for o in expected.outputs]
+    check(PROMPT, params, whole)
+    assert all(len(one.token_ids) == 1 for delta in deltas for one in delta.outputs)
+    for one in whole.outputs:
+        mine = [d.outputs[0] for d in deltas if d.outputs[0].index == one.index]
+        assert "".join(delta.text for delta in mine) == one.text
+        assert [token for delta in mine for token in delta.token_ids] == one.token_ids
+        assert [entry for delta in mine for entry in delta.logprobs] == one.logprobs

@@ -116,6 +116,20 @@ def test_exception_in_the_engines_own_books_fails_all_and_says_so(runner, monkey
     assert runner.submit([1], greedy(2)).result(20).outputs[0].finish_reason == "length"
 
 
+def test_text_that_cannot_be_made_fails_its_request_alone(runner, monkeypatch):
+    """A tokenizer that raises: in decoding one request's token, and again when that request is ended."""
+    runner.pause()
+    bad, good = runner.submit_all([([1], greedy(5)), ([2], greedy(5))])
+    runner.step_once(20)
+    detokenizer = runner.llm.engine._unfinished[bad.request_id].detokenizer
+    monkeypatch.setattr(detokenizer._decoder, "_decode", lambda token_ids: 1 / 0)
+    runner.resume()
+    assert bad.result(20).outputs[0].finish_reason == "error"
+    assert "division" in bad.error
+    assert_solo([2], good.result(20).outputs[0].token_ids)
+    assert runner.healthy
+
+
 def test_shutdown_drains():
     llm = tiny_llm()
     runner = EngineRunner(llm.engine)
