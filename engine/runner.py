@@ -11,15 +11,18 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from copy import deepcopy
+from dataclasses import replace
 from typing import TypeVar
 
 from engine.config import check_mode
 from engine.continuous_engine import ContinuousEngine
 from engine.events import EngineInfo, EventBus, Mode
-from engine.outputs import EngineStats, RequestOutput
+from engine.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+from engine.request import Request
 from engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -34,9 +37,10 @@ class RequestHandle:
     `output`, `text` and the other properties show the whole so far, as often as wanted.
     """
 
-    def __init__(self, runner: EngineRunner, request_id: str, session: str | None):
-        self.request_id = request_id
+    def __init__(self, runner: EngineRunner, request: Request, session: str | None):
+        self.request_id = request.request_id
         self.session = session
+        self._request = request
         self._runner = runner
         self._deltas: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -102,6 +106,21 @@ class RequestHandle:
                     return
             await wake.wait()
 
+    def _lost(self, error: str) -> RequestOutput:
+        """The last delta of a request that the engine can no longer end: of what is not done, an error."""
+        request, so_far = self._request, self._output
+        done = {output.index for output in so_far.outputs if output.finish_reason} if so_far else set()
+        metrics = so_far.metrics if so_far else RequestMetrics(request.arrival_time)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            num_cached_tokens=so_far.num_cached_tokens if so_far else 0,
+            outputs=[CompletionOutput(i, "", [], "error") for i in range(request.params.n) if i not in done],
+            finished=True,
+            metrics=replace(metrics, finish_time=time.monotonic()),
+            error=error,
+        )
+
     def _deliver(self, delta: RequestOutput) -> None:
         with self._lock:
             if self._output is None:
@@ -117,7 +136,8 @@ class EngineRunner:
     """Steps an engine on a background thread until shut down.
 
     A failing step ends the requests it touched; the thread lives on. `healthy` turns False only if
-    the engine's own books no longer add up, and then everything submitted fails at once, by name.
+    the engine's own books no longer add up; then all that is unfinished ends with an error, and whatever
+    is submitted later is refused, by name.
     """
 
     def __init__(self, engine: ContinuousEngine):
@@ -128,6 +148,8 @@ class EngineRunner:
         self._ids = itertools.count()
         self._paused = False
         self._closing = False
+        self._closed = False  # nobody reads commands any more
+        self._door = threading.Lock()  # between "not closed yet" and putting a command
         self.healthy = True
         self._stats = engine.stats()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -168,14 +190,14 @@ class EngineRunner:
             self._engine.make_request(f"r{next(self._ids)}", prompt, params, priority)
             for prompt, params in prompts
         ]
-        handles = [RequestHandle(self, request.request_id, session) for request in requests]
+        handles = [RequestHandle(self, request, session) for request in requests]
 
         def enqueue() -> None:
-            for request, handle in zip(requests, handles, strict=True):
-                self._handles[handle.request_id] = handle
+            self._handles.update((handle.request_id, handle) for handle in handles)
+            for request in requests:
                 self._engine.enqueue(request)
 
-        self._commands.put(enqueue)
+        self._put(enqueue)
         return handles
 
     def abort(self, request_id: str) -> None:
@@ -222,10 +244,17 @@ class EngineRunner:
         self._engine.is_driven = self._thread.is_alive()
 
     def _check_open(self) -> None:
-        if self._closing or not self._thread.is_alive():
+        if self._closing or self._closed:
             raise RuntimeError("the engine runner is shut down")
         if not self.healthy:
             raise RuntimeError("the engine is unhealthy after an internal error: restart it")
+
+    def _put(self, command: Callable[[], None]) -> None:
+        """Leave a command that somebody waits for: it is carried out, or refused here."""
+        with self._door:
+            if self._closed:
+                raise RuntimeError("the engine runner is shut down")
+            self._commands.put(command)
 
     def _call(self, function: Callable[[], T], timeout: float | None) -> T:
         """Run a function on the engine's thread and return what it returns."""
@@ -238,53 +267,72 @@ class EngineRunner:
             except BaseException as error:
                 future.set_exception(error)
 
-        self._commands.put(command)
+        self._put(command)
         return future.result(timeout)
 
     # -- on the engine's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closing or self._engine.has_unfinished():
-            self._obey(wait=self._paused or not self._engine.has_unfinished())
-            if self._engine.has_unfinished() and not self._paused:
+        while not self._closing or self._has_work():
+            self._obey(wait=self._paused or not self._has_work())
+            if self._has_work() and not self._paused:
                 self._step()
+        with self._door:
+            self._closed = True
         self._obey(wait=False)  # what was submitted while the last step ran
-        self._abort_all()
+        self._guard(self._abort_all)
+
+    def _has_work(self) -> bool:
+        return self.healthy and self._engine.has_unfinished()
 
     def _obey(self, wait: bool) -> None:
         """Carry out the commands that are there; if there is nothing to step, wait for one."""
         try:
             command = self._commands.get(block=wait)
             while True:
-                try:
-                    command()
-                except Exception:
-                    logger.exception("a command to the engine failed")
+                self._guard(command)
                 command = self._commands.get_nowait()
         except queue.Empty:
             self._stats = self._engine.stats()
 
     def _step(self) -> list[RequestOutput]:
-        try:
-            outputs = self._engine.step()
-        except Exception as error:  # not in computing, which the engine handles, but in its own books
-            logger.exception("the engine broke; ending every request")
-            outputs = self._fail_all(f"the engine failed: {error}")
-        self._deliver(outputs)
+        outputs: list[RequestOutput] = []
+
+        def step() -> None:
+            outputs.extend(self._engine.step())
+            self._deliver(outputs)
+
+        self._guard(step)
         self._stats = self._engine.stats()
         return outputs
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        """Do something to the engine. If that fails, and with it the engine's own books, every request ends.
+
+        Failures in computing are no matter of this: the engine handles them.
+        """
+        try:
+            action()
+        except Exception as error:
+            logger.exception("the engine broke; ending every request")
+            self._fail_all(f"the engine failed: {error}")
+        if not self.healthy:  # the engine may not even be able to end them
+            lost = [handle._lost("the engine is unhealthy") for handle in self._handles.values()]
+            self._deliver(lost)
 
     def _abort_all(self) -> None:
         self._deliver([self._engine.abort(request_id) for request_id in self._engine.unfinished_ids])
 
-    def _fail_all(self, error: str) -> list[RequestOutput]:
-        outputs = [self._engine.fail(request_id, error) for request_id in self._engine.unfinished_ids]
+    def _fail_all(self, error: str) -> None:
+        outputs: list[RequestOutput | None] = []
         try:
+            for request_id in self._engine.unfinished_ids:
+                outputs.append(self._engine.fail(request_id, error))
             self._engine.check_integrity()
-        except AssertionError:
+        except Exception:
             logger.exception("the engine's books do not add up")
             self.healthy = False
-        return [output for output in outputs if output]
+        self._deliver(outputs)  # last, so that whoever sees the error sees the state of health it left
 
     def _deliver(self, outputs: Sequence[RequestOutput | None]) -> None:
         wakers: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}

@@ -6,6 +6,7 @@ import functools
 import random
 import tempfile
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -207,8 +208,8 @@ def collect(outputs: dict[str, RequestOutput], deltas: list[RequestOutput]) -> N
     for delta in deltas:
         if delta.request_id in outputs:
             outputs[delta.request_id].extend(delta)
-        else:
-            outputs[delta.request_id] = delta
+        else:  # a copy: it will grow, and the caller still reads the delta
+            outputs[delta.request_id] = deepcopy(delta)
 
 
 def assert_clean(llm: LLM) -> None:

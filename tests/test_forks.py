@@ -11,7 +11,6 @@ from tests.support import (
     Mirror,
     Oracle,
     assert_clean,
-    assert_solo,
     collect,
     greedy,
     poisoned_loaded,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 
 import pytest
 
-from engine import EngineRunner, SamplingParams
+from engine import EngineRunner, RequestHandle, SamplingParams
 from tests.support import assert_clean, assert_solo, greedy, tiny_llm
 
 
@@ -128,6 +129,49 @@ def test_text_that_cannot_be_made_fails_its_request_alone(runner, monkeypatch):
     assert "division" in bad.error
     assert_solo([2], good.result(20).outputs[0].token_ids)
     assert runner.healthy
+
+
+@pytest.mark.parametrize("broken", ["remove", "check_integrity"])
+def test_engine_that_cannot_even_end_its_requests_is_unhealthy_and_leaves_nobody_waiting(broken, monkeypatch):
+    llm = tiny_llm(max_num_seqs=1)
+    runner = EngineRunner(llm.engine)
+    handles = runner.submit_all([([n], greedy(400, n=2)) for n in range(3)])
+    next(iter(handles[0]))
+
+    def break_books():
+        raise AssertionError("the books")
+
+    monkeypatch.setattr(llm.engine._scheduler, broken, lambda *_: break_books())
+    if broken == "remove":
+        handles[2].abort()  # a command that fails in the books is as bad as a step
+    else:
+        monkeypatch.setattr(llm.engine._scheduler, "schedule", break_books)
+    for handle in handles:
+        output = handle.result(20)
+        assert [one.finish_reason for one in output.outputs] == ["error"] * 2 and output.error
+    assert not runner.healthy
+    with pytest.raises(RuntimeError, match="unhealthy"):
+        runner.submit([1], greedy(2))
+    runner.shutdown(timeout=20)
+    assert not runner._thread.is_alive()
+
+
+def test_submitting_while_it_shuts_down_is_served_or_refused():
+    for delay in range(6):
+        runner = EngineRunner(tiny_llm().engine)
+        handles: list[RequestHandle] = []
+
+        def submit(runner=runner, handles=handles):
+            with contextlib.suppress(RuntimeError):
+                for _ in range(50):
+                    handles.append(runner.submit([1], greedy(1)))
+
+        thread = threading.Thread(target=submit)
+        thread.start()
+        time.sleep(delay / 1000)
+        runner.shutdown(drain=delay % 2 == 0, timeout=20)
+        thread.join(20)
+        assert all(handle.result(5).finished for handle in handles)
 
 
 def test_shutdown_drains():
