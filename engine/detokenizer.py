@@ -33,28 +33,25 @@ class IncrementalDecoder:
     def append(self, token_id: int) -> str:
         """Add a token; return the text that is now certain."""
         self._token_ids.append(token_id)
-        text = self._decode(self._token_ids[self._window :])
-        if len(text) <= len(self._context):
+        if self._is_surely_broken(token_id):
             return ""
-        if text.endswith(REPLACEMENT):
-            if len(self._token_ids) - self._shown <= MAX_PENDING:
-                return ""
-            return self._give_up_on_broken(text)
+        text = self._decode(self._token_ids[self._window :])
+        if text.endswith(REPLACEMENT) or len(text) <= len(self._context):
+            return ""
         new = text[len(self._context) :]
         self._window, self._shown = self._shown, len(self._token_ids)
         self._context = self._decode(self._token_ids[self._window :])
         return new
 
-    def _give_up_on_broken(self, text: str) -> str:
-        """Show a run of bytes that is no text, all but its last character, and look at its end alone.
+    def _is_surely_broken(self, token_id: int) -> bool:
+        """Spare decoding a long run of bytes that is no text, again and again, to see it is still none.
 
-        Without this, output that is no text would be decoded as a whole at every token.
+        Once more is pending than a character has, wait for a token that is text by itself, and look at the
+        whole only each time it has doubled: characters that tokens make up together may have come meanwhile.
         """
-        new = text[len(self._context) : -1]
-        self._shown = len(self._token_ids)
-        self._window = self._shown - MAX_PENDING // 2
-        self._context = self._decode(self._token_ids[self._window :])[:-1]
-        return new
+        pending = len(self._token_ids) - self._shown
+        is_power_of_2 = pending & (pending - 1) == 0
+        return pending > MAX_PENDING and not is_power_of_2 and self._decode([token_id]).endswith(REPLACEMENT)
 
     def flush(self) -> str:
         """The rest, when no more tokens will come: an unfinished character stays a replacement."""

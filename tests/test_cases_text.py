@@ -6,7 +6,7 @@ import importlib.util
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -84,6 +84,7 @@ def check_stream(decode, token_ids, whole: str) -> None:
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=150, deadline=None)
 @given(text=texts)
+@example(text="\ufffd" * 9 + "👩")  # real replacement characters: they look like broken ones
 def test_character_repeated_or_broken(name, text):
     tokenizer = TOKENIZERS[name]
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -201,4 +202,4 @@ def test_endless_broken_characters_take_ever_longer():
     assert decode([continuation_byte]) == "\ufffd"
     token_ids = [continuation_byte] * 500
     assert "".join(stream(counted, token_ids)) == decode(token_ids)
-    assert max(lengths) < 100
+    assert sum(lengths) < 10 * len(token_ids)
