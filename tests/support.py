@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import random
+import shutil
 import tempfile
 from collections.abc import Sequence
 from copy import deepcopy
@@ -30,6 +32,7 @@ TIE = 1e-3  # a first difference counts only if the reference's best two logits 
 def tiny_folder() -> Path:
     """A random byte-level Llama with its tokenizer, as `from_pretrained` likes it."""
     folder = Path(tempfile.mkdtemp(prefix="glass-engine-tiny-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -67,15 +67,18 @@ def test_grouping_covers_every_request_once_with_equal_query_lengths():
     for _ in range(200):
         query_lens = [rng.choice((1, 1, 1, 4, 9)) for _ in range(rng.randint(1, 40))]
         context_lens = [n + rng.choice((0, 30, 700, 3000)) for n in query_lens]
-        groups = group_requests(query_lens, context_lens, split_saves=512)
+        groups = group_requests(query_lens, context_lens, split_saves=512, most_gathered=4000)
         assert sorted(r for group in groups for r in group) == list(range(len(query_lens)))
         assert all(len({query_lens[r] for r in group}) == 1 for group in groups)
+        gathered = [len(group) * max(context_lens[r] for r in group) for group in groups]
+        assert all(tokens <= 4000 or len(group) == 1 for tokens, group in zip(gathered, groups, strict=True))
 
 
 def test_grouping_splits_only_where_it_pays():
-    assert group_requests([1] * 4, [90, 96, 80, 100], split_saves=512) == [[0, 1, 2, 3]]
-    assert group_requests([1] * 4, [90, 4000, 80, 4010], split_saves=512) == [[2, 0], [1, 3]]
-    assert group_requests([5, 1, 5], [5, 10, 5], split_saves=512) == [[0, 2], [1]]
+    assert group_requests([1] * 4, [90, 96, 80, 100], 512, 10_000) == [[0, 1, 2, 3]]
+    assert group_requests([1] * 4, [90, 4000, 80, 4010], 512, 10_000) == [[2, 0], [1, 3]]
+    assert group_requests([5, 1, 5], [5, 10, 5], 512, 10_000) == [[0, 2], [1]]
+    assert group_requests([1] * 4, [90, 96, 80, 100], 512, 250) == [[2, 0], [1, 3]]
 
 
 def test_groups_of_one_query_length_give_the_same_logits(monkeypatch):

@@ -22,6 +22,9 @@ from engine.model.kv_cache import KVCache
 # Another group costs a few more calls a layer. Measured as the padded context (query tokens x context
 # tokens) that takes as long: about 25 microseconds on a CPU, a few kernel launches on a GPU.
 SPLIT_SAVES = {"cpu": 512, "cuda": 16384}
+# Bytes of K and V that one call gathers at most, unless a single request has more, so that gathering takes
+# bounded memory. Smaller bounds, down to what a core's own cache holds, measured no faster.
+GATHER_BYTES = {"cpu": 12 << 20, "cuda": 256 << 20}
 
 
 @dataclass(slots=True)
@@ -54,11 +57,13 @@ class AttentionMetadata:
         """Plan from the lengths, Python ints; build indices and masks on the batch's device."""
         device = batch.token_ids.device
         split_saves = SPLIT_SAVES.get(device.type, SPLIT_SAVES["cuda"])
+        bytes_per_token = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+        most_gathered = GATHER_BYTES.get(device.type, GATHER_BYTES["cuda"]) // bytes_per_token
         starts = [0]
         for length in batch.query_lens:
             starts.append(starts[-1] + length)
         groups = []
-        for members in group_requests(batch.query_lens, batch.context_lens, split_saves):
+        for members in group_requests(batch.query_lens, batch.context_lens, split_saves, most_gathered):
             query_len = batch.query_lens[members[0]]
             longest = max(batch.context_lens[r] for r in members)
             blocks_each = -(-longest // block_size)
@@ -77,19 +82,26 @@ class AttentionMetadata:
         return cls(batch.slot_mapping, groups)
 
 
-def group_requests(query_lens: list[int], context_lens: list[int], split_saves: int) -> list[list[int]]:
-    """Request indices by group: equal query length, split by context wherever that saves enough padding."""
+def group_requests(
+    query_lens: list[int], context_lens: list[int], split_saves: int, most_gathered: int
+) -> list[list[int]]:
+    """Request indices by group: equal query length, split by context wherever that saves enough padding,
+
+    and never more than `most_gathered` tokens of (padded) context in a group of several.
+    """
     by_query_len: dict[int, list[int]] = defaultdict(list)
     for request, length in enumerate(query_lens):
         by_query_len[length].append(request)
     groups: list[list[int]] = []
     for query_len, requests in by_query_len.items():
-        if len(by_query_len) == 1 and _padding(context_lens) * query_len <= split_saves:
+        fits = max(context_lens) * len(context_lens) <= most_gathered
+        if len(by_query_len) == 1 and fits and _padding(context_lens) * query_len <= split_saves:
             return [requests]  # the common decode step: the batch in its own order, no rows to pick
         requests.sort(key=context_lens.__getitem__)
         contexts = [context_lens[r] for r in requests]
         for start, stop in _split(contexts, 0, len(contexts), split_saves / query_len):
-            groups.append(requests[start:stop])
+            size = max(1, most_gathered // contexts[stop - 1])
+            groups += [requests[i : min(i + size, stop)] for i in range(start, stop, size)]
     return groups
 
 

@@ -39,6 +39,7 @@ class KVCache:
         self.layers = [
             torch.zeros(num_blocks + 1, row, dtype=dtype, device=device) for _ in range(config.num_layers)
         ]
+        self._gathered = self.layers[0].new_empty(0, row)
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -70,9 +71,14 @@ class KVCache:
     def gather(self, layer: int, blocks: Tensor, requests: int) -> tuple[Tensor, Tensor]:
         """K and V of `requests` requests, each [requests, kv_heads, context, head_dim].
 
-        blocks: int64 [requests * blocks of each], request after request; context is whole blocks.
+        blocks: int64 [requests * blocks of each], request after request; context is whole blocks. Valid
+        until the next call, which reuses the memory: fresh pages for every layer of every step would cost
+        more than the copying.
         """
-        rows = self.layers[layer].index_select(0, blocks)
+        if len(blocks) > len(self._gathered):
+            self._gathered = self._gathered.new_empty(len(blocks), self._gathered.shape[1])
+        rows = self._gathered[: len(blocks)]
+        torch.index_select(self.layers[layer], 0, blocks, out=rows)
         context = rows.view(requests, -1, 2, self.num_kv_heads, self.head_dim)
         keys, values = context.unbind(2)
         return keys.transpose(1, 2), values.transpose(1, 2)
