@@ -19,6 +19,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="auto", help="folder, Hub id, GGUF file, or auto (default)")
     parser.add_argument("--mode", default="continuous", choices=["naive", "static", "continuous"])
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--quantization", choices=["int8"], help="8-bit weights: faster on a CPU, less exact")
     parser.add_argument("--max-num-seqs", type=int, default=16, help="slots: requests that run at once")
     parser.add_argument("--num-blocks", type=int, default=128, help="KV blocks of 16 tokens")
     parser.add_argument("--max-model-len", type=int, default=512, help="tokens of prompt and answer together")
@@ -66,6 +67,7 @@ def main(argv: list[str] | None = None) -> None:
             model=args.model,
             mode=args.mode,
             dtype=args.dtype,
+            quantization=args.quantization,
             block_size=16,
             num_blocks=args.num_blocks,
             max_num_seqs=args.max_num_seqs,

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from engine.events import Mode
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,9 @@ class EngineConfig:
         limit is never more than the pool holds: `min(max_model_len, num_blocks * block_size)`.
     enable_prefix_caching: share the blocks of equal prefixes (continuous mode only: the other two
         reserve memory the old way, and that is what they are there to show).
-    quantization, speculative: not supported yet; any value but None is refused.
+    quantization: "int8" holds the weights of linear layers in 8 bits and multiplies in 8 bits, on a CPU;
+        None keeps them in `dtype`.
+    speculative: not supported yet; any value but None is refused.
     seed: for requests without a seed of their own.
     """
 
@@ -44,7 +47,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
-    quantization: None = None
+    quantization: Quantization | None = None
     speculative: None = None
     seed: int = 0
 
@@ -59,9 +62,10 @@ class EngineConfig:
         for name in ("num_blocks", "kv_cache_memory_bytes", "max_model_len"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
-        for name in ("quantization", "speculative"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name} is not supported yet; leave it at None")
+        if self.quantization not in (None, *get_args(Quantization)):
+            raise ValueError(f"unknown quantization {self.quantization!r}; choose int8 or leave it at None")
+        if self.speculative is not None:
+            raise ValueError("speculative is not supported yet; leave it at None")
 
 
 def check_mode(mode: str) -> None:

@@ -34,13 +34,19 @@ class LLM:
             dtype=config.dtype,
             device=config.device,
             max_model_len=config.max_model_len,
+            quantization=config.quantization,
             progress=progress,
         )
         self._set_up(loaded, config)
 
     @classmethod
     def from_loaded(cls, loaded: LoadedModel, **options) -> LLM:
-        """One more engine, with its own KV cache, over a model that is loaded already."""
+        """One more engine, with its own KV cache, over a model that is loaded already.
+
+        Raises ValueError for what was decided when it was loaded: model, dtype, device, quantization.
+        """
+        if settled := options.keys() & {"model", "dtype", "device", "quantization"}:
+            raise ValueError(f"{', '.join(sorted(settled))}: the model is loaded already, and keeps its own")
         llm = cls.__new__(cls)
         llm._set_up(loaded, EngineConfig(model=loaded.name, **options))
         return llm

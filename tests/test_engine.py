@@ -297,7 +297,7 @@ def test_id_in_use_is_refused():
         ({"block_size": 0}, "block_size"),
         ({"num_blocks": -3}, "num_blocks"),
         ({"max_num_seqs": 1.5}, "max_num_seqs"),
-        ({"quantization": "int8"}, "quantization is not supported yet"),
+        ({"quantization": "int3"}, "unknown quantization 'int3'"),
         ({"speculative": "ngram"}, "speculative is not supported yet"),
     ],
 )

