@@ -32,9 +32,14 @@ def request(prompt=(), output=(), stop_tokens=None, **params):
     )
 
 
+def samples(logits, requests, vocab_size):
+    sampler = Sampler(vocab_size)
+    plan = sampler.plan(requests)
+    return sampler.read(sampler(logits.clone(), plan), plan)
+
+
 def sample(logits, *requests, vocab_size=V):
-    samples = Sampler(vocab_size)(torch.stack(list(logits)).clone(), requests)
-    return [sample and sample.token_id for sample in samples]
+    return [one and one.token_id for one in samples(torch.stack(list(logits)), requests, vocab_size)]
 
 
 def some_logits(seed=0, scale=3.0, size=V):
@@ -44,8 +49,7 @@ def some_logits(seed=0, scale=3.0, size=V):
 def draws(logits, count=400, **params):
     """Counter of `count` tokens drawn with one request's generator."""
     one = request(**params)
-    sampler = Sampler(len(logits))
-    return Counter(sampler(logits.clone().unsqueeze(0), [one])[0].token_id for _ in range(count))
+    return Counter(samples(logits.unsqueeze(0), [one], len(logits))[0].token_id for _ in range(count))
 
 
 def test_zero_temperature_top_k_1_and_tiny_top_p_are_greedy():
