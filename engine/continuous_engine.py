@@ -188,7 +188,7 @@ class ContinuousEngine:
             when_computed = mark_time(self._device)
             choice = self._sampler(logits, plan)
             self._runner.keep_sampled(plan.requests, choice.tokens)
-            finite, *chosen = download(finite, *choice)
+            finite, *chosen = download(self._device, finite, *choice)
             samples = self._sampler.read(Choice(*chosen), plan)
             broken = self._runner.find_broken(batch.query_lens, finite.tolist())
             marks += [when_computed(), time.monotonic()]

@@ -32,9 +32,11 @@ def upload(device: torch.device, *records: Any) -> None:
         setattr(*field, tensor)
 
 
-def download(*tensors: Tensor) -> list[Tensor]:
-    """These tensors on the host, by one copy and one wait; numbers that float64 holds exactly."""
-    device = tensors[0].device
+def download(device: torch.device, *tensors: Tensor) -> list[Tensor]:
+    """These tensors of the device on the host, by one copy and one wait.
+
+    Their numbers must be such as float64 holds exactly: any float, integers below 2**53.
+    """
     if device.type == "cpu":
         return list(tensors)
     numbers = to_host(torch.cat([tensor.flatten().double() for tensor in tensors]))

@@ -10,6 +10,7 @@ import random
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -35,6 +36,7 @@ from tests.support import (
     tiny_llm,
     tiny_loaded,
 )
+from tests.test_properties import EngineLife
 
 
 @pytest.fixture(autouse=True)
@@ -160,6 +162,16 @@ def test_any_life_gives_the_tokens_of_the_eager_path(runs):
         results.append({id: tokens_of([output]) for id, output in outputs.items()})
     assert results[0] == results[1]
     assert len(runs) > 20
+
+
+class LifeByGraphs(EngineLife):
+    """The random lives of `test_properties`, with their checks after every step, on graphs."""
+
+
+class TestLifeByGraphs(LifeByGraphs.TestCase):
+    settings = settings(
+        max_examples=20, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    )
 
 
 def test_padding_rows_touch_only_the_reserved_block(runs):

@@ -170,6 +170,18 @@ def test_padding_of_the_vocabulary_is_never_sampled():
         assert sample([logits], request(**params), vocab_size=900)[0] < 900
 
 
+@pytest.mark.parametrize("scale", [0.05, 3.0])
+def test_candidates_first_or_all_at_once_choose_alike(scale, monkeypatch):
+    """A GPU ranks the whole vocabulary at once; a CPU first looks at the likeliest few hundred."""
+    logits = some_logits(scale=scale)
+    every = [{"top_p": 0.5}, {"top_p": 0.99}, {"top_k": 7}, {"top_k": 900, "top_p": 0.9}]
+    drawn = []
+    for candidates in (FIRST_CANDIDATES, V):
+        monkeypatch.setattr("engine.sampler.FIRST_CANDIDATES", candidates)
+        drawn.append([sample([logits], request(seed=s, **one))[0] for one in every for s in range(20)])
+    assert drawn[0] == drawn[1]
+
+
 params = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.0, 0.3, 1.0, 2.0]),
