@@ -24,10 +24,11 @@ from engine.model_runner import ModelRunner
 from engine.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
 from engine.request import Request, RequestStatus
 from engine.request_factory import RequestFactory
-from engine.sampler import Sample, Sampler
+from engine.sampler import Choice, Sample, Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Grant, Scheduler
 from engine.sizing import context_limit, fit_num_blocks
+from engine.transfer import download, mark_time, upload
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class ContinuousEngine:
         self.mode: Mode = config.mode
         self.is_driven = False  # an EngineRunner steps this engine; nobody else may
         self.tokenizer = loaded.tokenizer
+        self._device = loaded.device
         num_blocks = config.num_blocks or fit_num_blocks(loaded, config)
         self.info = EngineInfo(
             model=loaded.name,
@@ -58,7 +60,7 @@ class ContinuousEngine:
         self._factory = RequestFactory(loaded, self.info.context_limit, num_tokens, config.seed)
         self._pool = BlockPool(num_blocks, config.block_size)
         self._scheduler = Scheduler(self._pool, self.info, config.mode, config.enable_prefix_caching)
-        self._runner = ModelRunner(loaded, num_blocks, config.block_size)
+        self._runner = ModelRunner(loaded, config, num_blocks, self.info.context_limit)
         self._sampler = Sampler(num_tokens)
         self.events = EventBus(self.info, config.mode, time.monotonic())
         self._journal = Journal(self.events, self._scheduler)
@@ -182,12 +184,17 @@ class ContinuousEngine:
         self._runner.copy_blocks(schedule.copies)
         try:
             batch = self._runner.prepare(schedule.grants)
+            plan = self._sampler.plan([grant.request for grant in schedule.grants if grant.samples])
+            upload(self._device, batch, plan)
             marks.append(time.monotonic())
-            logits = self._runner.forward(batch)
-            broken = self._runner.find_broken(batch)
-            marks.append(time.monotonic())
-            samples = self._sampler(logits, [grant.request for grant in schedule.grants if grant.samples])
-            marks.append(time.monotonic())
+            logits, finite = self._runner.forward(batch)
+            when_computed = mark_time(self._device)
+            choice = self._sampler(logits, plan)
+            self._runner.keep_sampled(plan.requests, choice.tokens)
+            finite, *chosen = download(self._device, finite, *choice)
+            samples = self._sampler.read(Choice(*chosen), plan)
+            broken = self._runner.find_broken(batch.query_lens, finite.tolist())
+            marks += [when_computed(), time.monotonic()]
         except Exception as error:
             logger.exception("step %d failed", self._journal.step)
             outputs = [self._fail(grant.request, f"the engine failed: {error}") for grant in schedule.grants]

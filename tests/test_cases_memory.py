@@ -108,7 +108,11 @@ def test_no_salt_and_no_prompt_logprobs_to_confuse_the_cache():
 def fail_next_step(llm, monkeypatch, how):
     """Let the next step give `how`: "nan" logits, or an exception."""
     forward = llm.engine._runner.forward
-    broken = (lambda batch: forward(batch) * torch.nan) if how == "nan" else (lambda batch: 1 / 0)
+
+    def broken(batch):
+        logits, finite = forward(batch)
+        return (logits * torch.nan, finite) if how == "nan" else 1 / 0
+
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine._runner, "forward", broken)
         return llm.engine.step()

@@ -337,9 +337,10 @@ def test_nan_in_one_row_fails_that_request_alone(monkeypatch):
     forward = llm.engine._runner.forward
 
     def poisoned(batch):
-        logits = forward(batch).clone()
+        logits, finite = forward(batch)
+        logits = logits.clone()
         logits[1] = torch.nan
-        return logits
+        return logits, finite
 
     monkeypatch.setattr(llm.engine._runner, "forward", poisoned)
     collect(outputs, llm.engine.step())

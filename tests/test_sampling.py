@@ -32,9 +32,14 @@ def request(prompt=(), output=(), stop_tokens=None, **params):
     )
 
 
+def samples(logits, requests, vocab_size):
+    sampler = Sampler(vocab_size)
+    plan = sampler.plan(requests)
+    return sampler.read(sampler(logits.clone(), plan), plan)
+
+
 def sample(logits, *requests, vocab_size=V):
-    samples = Sampler(vocab_size)(torch.stack(list(logits)).clone(), requests)
-    return [sample and sample.token_id for sample in samples]
+    return [one and one.token_id for one in samples(torch.stack(list(logits)), requests, vocab_size)]
 
 
 def some_logits(seed=0, scale=3.0, size=V):
@@ -44,8 +49,7 @@ def some_logits(seed=0, scale=3.0, size=V):
 def draws(logits, count=400, **params):
     """Counter of `count` tokens drawn with one request's generator."""
     one = request(**params)
-    sampler = Sampler(len(logits))
-    return Counter(sampler(logits.clone().unsqueeze(0), [one])[0].token_id for _ in range(count))
+    return Counter(samples(logits.unsqueeze(0), [one], len(logits))[0].token_id for _ in range(count))
 
 
 def test_zero_temperature_top_k_1_and_tiny_top_p_are_greedy():
@@ -164,6 +168,18 @@ def test_padding_of_the_vocabulary_is_never_sampled():
     logits[900:] = 50.0
     for params in ({"temperature": 0.0}, {"seed": 1}, {"seed": 1, "top_p": 0.9}, {"seed": 1, "top_k": 1000}):
         assert sample([logits], request(**params), vocab_size=900)[0] < 900
+
+
+@pytest.mark.parametrize("scale", [0.05, 3.0])
+def test_candidates_first_or_all_at_once_choose_alike(scale, monkeypatch):
+    """A GPU ranks the whole vocabulary at once; a CPU first looks at the likeliest few hundred."""
+    logits = some_logits(scale=scale)
+    every = [{"top_p": 0.5}, {"top_p": 0.99}, {"top_k": 7}, {"top_k": 900, "top_p": 0.9}]
+    drawn = []
+    for candidates in (FIRST_CANDIDATES, V):
+        monkeypatch.setattr("engine.sampler.FIRST_CANDIDATES", candidates)
+        drawn.append([sample([logits], request(seed=s, **one))[0] for one in every for s in range(20)])
+    assert drawn[0] == drawn[1]
 
 
 params = st.fixed_dictionaries(

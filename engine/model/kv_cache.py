@@ -75,10 +75,13 @@ class KVCache:
         until the next call, which reuses the memory: fresh pages for every layer of every step would cost
         more than the copying.
         """
-        if len(blocks) > len(self._gathered):
-            self._gathered = self._gathered.new_empty(len(blocks), self._gathered.shape[1])
-        rows = self._gathered[: len(blocks)]
-        torch.index_select(self.layers[layer], 0, blocks, out=rows)
+        if self._gathered.is_cpu:
+            if len(blocks) > len(self._gathered):
+                self._gathered = self._gathered.new_empty(len(blocks), self._gathered.shape[1])
+            rows = self._gathered[: len(blocks)]
+            torch.index_select(self.layers[layer], 0, blocks, out=rows)
+        else:  # PyTorch pools a GPU's memory, and a CUDA graph must keep to what it captured
+            rows = self.layers[layer].index_select(0, blocks)
         context = rows.view(requests, -1, 2, self.num_kv_heads, self.head_dim)
         keys, values = context.unbind(2)
         return keys.transpose(1, 2), values.transpose(1, 2)

@@ -119,13 +119,22 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
     On a CPU that is bfloat16 only with AMX's tile instructions. With avx512_bf16 alone, bfloat16 products of
     32 rows and more took up to 1.8 times as long as float32 ones, and single rows no less.
+
+    Raises ModelLoadError for an unknown dtype, and for bfloat16 on a GPU that merely emulates it.
     """
-    if dtype != "auto":
-        if dtype not in DTYPES:
-            raise ModelLoadError(f"dtype={dtype!r} is not 'auto', {', '.join(map(repr, DTYPES))}")
-        return DTYPES[dtype]
+    if dtype not in ("auto", *DTYPES):
+        raise ModelLoadError(f"dtype={dtype!r} is not 'auto', {', '.join(map(repr, DTYPES))}")
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+        major, minor = torch.cuda.get_device_capability(device)
+        if dtype == "bfloat16" and major < 8:
+            raise ModelLoadError(
+                f"dtype='bfloat16': this GPU has compute capability {major}.{minor} and only emulates "
+                "bfloat16, which takes 8.0; use dtype='float16', or 'auto', which chooses it"
+            )
+        if dtype == "auto":
+            return torch.bfloat16 if major >= 8 else torch.float16
+    if dtype != "auto":
+        return DTYPES[dtype]
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
     return torch.bfloat16 if has_amx else torch.float32
 
