@@ -40,9 +40,9 @@ def run_mode(
     engine.set_mode(mode)
     started = clock.now()
     warm_up = [item._replace(num_output=WARM_UP_TOKENS, due=0.0) for item in work[:WARM_UP_REQUESTS]]
-    _drive(engine, f"{mode}-warm-up", warm_up, clock, lambda count: None)
+    drive(engine, f"{mode}-warm-up", warm_up, clock, lambda count: None)
     warm_up_seconds = clock.now() - started
-    run = _drive(engine, mode, work, clock, progress)
+    run = drive(engine, mode, work, clock, progress)
     return Arm(
         name=mode,
         terms=engine_terms(engine),
@@ -80,7 +80,7 @@ class Run:
     events: list[Event] = field(default_factory=list)
 
 
-def _drive(
+def drive(
     engine: ContinuousEngine, name: str, work: Sequence[WorkItem], clock: Clock, progress: Progress
 ) -> Run:
     """Submit each request when it is due and step until all are done.

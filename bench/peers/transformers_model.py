@@ -20,7 +20,9 @@ class TransformersPeer:
         disable_progress_bar()
         torch.set_num_threads(job.threads)
         self.job = job
-        self.model: Any = AutoModelForCausalLM.from_pretrained(job.model_path, dtype=getattr(torch, job.dtype))
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            job.model_path, dtype=getattr(torch, job.dtype)
+        )
         self.model.to(job.device).eval()
         self.dtype = self.weights = str(self.model.dtype).removeprefix("torch.")
         self.threads = torch.get_num_threads()

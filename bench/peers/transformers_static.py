@@ -1,7 +1,7 @@
 """`transformers` `generate` in static batches: the next begins when all of the last have finished.
 
-Prompts are padded on the left to the longest of their batch. A batch runs until its longest answer is done; what
-the others get beyond their own length is thrown away, so it counts as time and not as output.
+Prompts are padded on the left to the longest of their batch. A batch runs until its longest answer is done;
+what the others get beyond their own length is thrown away, so it counts as time and not as output.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from bench.peers.worker import Answer, Item, main
 class Static(TransformersPeer):
     def run(self, items: Sequence[Item]) -> list[Answer]:
         size = self.job.max_num_seqs
-        return [
-            answer for i in range(0, len(items), size) for answer in self._generate(items[i : i + size])
-        ]
+        return [answer for i in range(0, len(items), size) for answer in self._generate(items[i : i + size])]
 
     def _generate(self, batch: Sequence[Item]) -> list[Answer]:
         width = max(len(item.prompt) for item in batch)

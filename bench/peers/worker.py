@@ -28,7 +28,7 @@ class Item:
 
 @dataclass
 class Answer:
-    """What came of a request: the prompt's length as the peer saw it, and when each token was there, by `now`."""
+    """What came of a request: the prompt's length as the peer saw it, when each token was there (by `now`)."""
 
     num_prompt: int
     times: list[float] = field(default_factory=list)
@@ -54,10 +54,10 @@ class Job:
 
     @classmethod
     def read(cls, file: Path) -> Job:
-        job = cls(**json.loads(file.read_text()))
-        job.items = [Item(**item) for item in job.items]
-        job.warm_up = [Item(**item) for item in job.warm_up]
-        return job
+        fields = json.loads(file.read_text())
+        for name in ("items", "warm_up"):
+            fields[name] = [Item(**item) for item in fields[name]]
+        return cls(**fields)
 
 
 class Peer(Protocol):
