@@ -23,6 +23,9 @@ import time
 from pathlib import Path
 from typing import Any, get_args
 
+import engine  # noqa: F401 - first, because it sets how torch's threads wait
+
+# isort: split
 from bench.compare import PeerRun, compare
 from bench.load import Slo, measure_load
 from bench.machine import hardware, read_bandwidth, weight_bytes
@@ -164,7 +167,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace) -> Report:
     """Load the model once and measure what was asked for. Raises InvalidRun or ValueError if it cannot."""
-    peers = _find_peers(args)
+    peers, missing = _find_peers(args)
+    for name in missing:  # said now too, not only after minutes of measuring
+        print(f"not installed, so not timed: {name}", file=sys.stderr)
     started = time.monotonic()
     with fraction_bar("load") as bar:
 
@@ -195,15 +200,15 @@ def measure(args: argparse.Namespace) -> Report:
         llm,
         args.modes,
         work,
-        facts | {"work": describe_work(work)},
+        facts | {"work": describe_work(work), "not_installed": missing},
         peers,
         gguf if gguf and gguf.suffix == ".gguf" else None,
     )
 
 
-def _find_peers(args: argparse.Namespace) -> list[PeerRun]:
-    """The peers to run. Those that are not installed are named at once, with the way to get them."""
-    runs = []
+def _find_peers(args: argparse.Namespace) -> tuple[list[PeerRun], dict[str, str]]:
+    """The peers to run, and the way to get each of those that are not installed."""
+    runs, missing = [], {}
     if args.hf:
         runs.append(PeerRun("transformers", SINGLE, sys.executable, args.hf, args.peer_timeout))
     for name in args.peers:
@@ -211,8 +216,8 @@ def _find_peers(args: argparse.Namespace) -> list[PeerRun]:
         if is_installed(spec, python):
             runs.append(PeerRun(name, spec, python, sys.maxsize, args.peer_timeout))
         else:
-            print(f"not installed, so not timed: {name}. To get it: {spec.install}", file=sys.stderr)
-    return runs
+            missing[name] = spec.install
+    return runs, missing
 
 
 def _facts(loaded: LoadedModel, load_seconds: float) -> dict[str, Any]:

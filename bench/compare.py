@@ -138,6 +138,7 @@ def make_report(arms: Sequence[Arm], facts: dict[str, Any], problems: list[str])
         "",
         *headlines(arms),
         *(f"No figure: {problem}" for problem in problems),
+        *(f"Not installed: {name}. To get it: {how}." for name, how in facts["not_installed"].items()),
     ]
     title = f"{facts['model']}, {facts['dtype']}: {facts['work']}"
     return Report(

@@ -88,15 +88,13 @@ def run_peer(
     job["items"] = [item._asdict() for item in work]
     job["warm_up"] = [item._asdict() for item in warm_up]
     with tempfile.TemporaryDirectory(prefix="glass-engine-peer-") as folder:
-        files = [Path(folder, "job.json"), Path(folder, "result.json")]
-        files[0].write_text(json.dumps(job, default=str))
-        command = [python, "-m", f"bench.peers.{spec.module}", *map(str, files)]
-        outcome = _run(command, _environment(task), Path(folder, "log.txt"), timeout, tick)
-        if files[1].is_file() and outcome != "timed out":
-            result = json.loads(files[1].read_text())
-        else:
-            what = f"gave no result in {timeout:.0f} s and was stopped" if outcome == "timed out" else outcome
-            raise PeerFailed(f"{name} {what}.{_tail(Path(folder, 'log.txt'))}")
+        job_file, result_file, log = (Path(folder, file) for file in ("job.json", "result.json", "log.txt"))
+        job_file.write_text(json.dumps(job, default=str))
+        command = [python, "-m", f"bench.peers.{spec.module}", str(job_file), str(result_file)]
+        problem = _run(command, _environment(task), result_file, log, timeout, tick)
+        if problem:
+            raise PeerFailed(f"{name} {problem}.{_tail(log)}")
+        result = json.loads(result_file.read_text())
     if "error" in result:
         raise PeerFailed(f"{name} failed: {result['error']}")
     return _as_arm(name, work, result)
@@ -113,22 +111,32 @@ def _environment(task: Task) -> dict[str, str]:
 
 
 def _run(
-    command: list[str], env: Mapping[str, str], log: Path, timeout: float, tick: Callable[[], object]
-) -> str:
-    """Run a command to its end, or until the time is up; nothing that it started outlives it."""
+    command: list[str],
+    env: Mapping[str, str],
+    result: Path,
+    log: Path,
+    timeout: float,
+    tick: Callable[[], object],
+) -> str | None:
+    """Run a command until it has written its result; says what went wrong if it does not.
+
+    Nothing that it started outlives this call, and what it does on its way out is not waited for.
+    """
     deadline = time.monotonic() + timeout
     with log.open("w") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        while process.poll() is None:
+        while not result.is_file():
             if time.monotonic() > deadline:
-                return "timed out"
+                return f"gave no result in {timeout:.0f} s and was stopped"
             tick()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(POLL_SECONDS)
-        return f"ended with exit code {process.returncode} and no result"
+                if not result.is_file():
+                    return f"ended with exit code {process.returncode} and no result"
+        return None
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -20,10 +20,8 @@ class TransformersPeer:
         disable_progress_bar()
         torch.set_num_threads(job.threads)
         self.job = job
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            job.model_path, dtype=getattr(torch, job.dtype)
-        )
-        self.model.to(job.device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(job.model_path, dtype=getattr(torch, job.dtype))
+        self.model = model.to(job.device).eval()
         self.dtype = self.weights = str(self.model.dtype).removeprefix("torch.")
         self.threads = torch.get_num_threads()
         self.software = f"transformers {transformers.__version__}, torch {torch.__version__}"

@@ -28,7 +28,7 @@ class Item:
 
 @dataclass
 class Answer:
-    """What came of a request: the prompt's length as the peer saw it, when each token was there (by `now`)."""
+    """What came of a request: the prompt's length as the peer saw it, and when each token was there."""
 
     num_prompt: int
     times: list[float] = field(default_factory=list)
@@ -81,7 +81,9 @@ def main(load: Callable[[Job], Peer]) -> None:
     except Exception as error:
         traceback.print_exc()
         result = {"error": f"{type(error).__name__}: {error}"}
-    result_file.write_text(json.dumps(result))
+    draft = result_file.with_suffix(".draft")
+    draft.write_text(json.dumps(result))
+    draft.rename(result_file)  # whoever sees the file sees all of it
 
 
 def measure(job: Job, load: Callable[[Job], Peer]) -> dict:
