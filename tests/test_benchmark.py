@@ -6,6 +6,7 @@ Most tests run a stub engine on a clock of its own, so nothing here depends on h
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 
@@ -33,7 +34,8 @@ class FakeClock:
         return self.time
 
     def sleep(self, seconds: float) -> None:
-        self.time += seconds
+        # Some time passes even if it is too little to be added, as with a real clock.
+        self.time = max(self.time + seconds, math.nextafter(self.time, math.inf))
 
 
 class StubEngine:
