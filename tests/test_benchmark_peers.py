@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 import benchmark
@@ -106,6 +110,36 @@ def test_a_peer_that_crashes_or_answers_short_gets_none(stub, way, message):
 def test_a_peer_that_hangs_is_stopped_and_its_last_words_are_told(stub):
     with pytest.raises(PeerFailed, match=r"gave no result in 2 s and was stopped\.\n    waiting for a lock"):
         run_peer("stub", stub, make_task("hangs"), WORK, timeout=2.0)
+
+
+def test_a_peer_does_not_outlive_a_benchmark_that_was_killed(stub, tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path; from bench.peers import launch;"
+        "launch.ROOT = Path(sys.argv[1]);"
+        "task = launch.Task('hangs', None, 'float32', 'cpu', 1, 4, 512);"
+        "launch.run_peer('stub', launch.PeerSpec('stub', '', ''), task, [])"
+    )
+    benchmark_process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=Path(benchmark.__file__).parent
+    )
+    peer = wait_for(lambda: find_process(benchmark_process.pid, "bench.peers.stub"))
+    benchmark_process.kill()
+    benchmark_process.wait()
+    wait_for(lambda: not peer.is_running() or peer.status() == psutil.STATUS_ZOMBIE)
+
+
+def find_process(parent: int, module: str) -> psutil.Process | None:
+    children = psutil.Process(parent).children()
+    return next((child for child in children if module in child.cmdline()), None)
+
+
+def wait_for(condition, seconds=60.0):
+    """What `condition` gives as soon as it is true; fails if it never is."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+    return value
 
 
 def test_a_peer_that_cuts_prompts_is_not_compared(stub):

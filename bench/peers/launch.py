@@ -90,7 +90,8 @@ def run_peer(
     with tempfile.TemporaryDirectory(prefix="glass-engine-peer-") as folder:
         job_file, result_file, log = (Path(folder, file) for file in ("job.json", "result.json", "log.txt"))
         job_file.write_text(json.dumps(job, default=str))
-        command = [python, "-m", f"bench.peers.{spec.module}", str(job_file), str(result_file)]
+        files = [str(job_file), str(result_file)]
+        command = [python, "-m", f"bench.peers.{spec.module}", *files, str(os.getpid())]
         problem = _run(command, _environment(task), result_file, log, timeout, tick)
         if problem:
             raise PeerFailed(f"{name} {problem}.{_tail(log)}")

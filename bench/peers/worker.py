@@ -6,7 +6,10 @@ Only the standard library is used here: the environment is the peer's, and may l
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -74,8 +77,9 @@ class Peer(Protocol):
 
 
 def main(load: Callable[[Job], Peer]) -> None:
-    """`python -m bench.peers.NAME JOB.json RESULT.json`. An error is a result too."""
-    job_file, result_file = map(Path, sys.argv[1:])
+    """`python -m bench.peers.NAME JOB.json RESULT.json PARENT_PID`. An error is a result too."""
+    job_file, result_file = map(Path, sys.argv[1:3])
+    threading.Thread(target=_die_with, args=(int(sys.argv[3]),), daemon=True).start()
     try:
         result = measure(Job.read(job_file), load)
     except Exception as error:
@@ -84,6 +88,13 @@ def main(load: Callable[[Job], Peer]) -> None:
     draft = result_file.with_suffix(".draft")
     draft.write_text(json.dumps(result))
     draft.rename(result_file)  # whoever sees the file sees all of it
+
+
+def _die_with(parent: int) -> None:
+    """End this process and all that it started once the benchmark is gone, however that went."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def measure(job: Job, load: Callable[[Job], Peer]) -> dict:
