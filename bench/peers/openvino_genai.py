@@ -1,4 +1,7 @@
-"""OpenVINO GenAI's continuous batching, on the GGUF file: its weights stay quantised."""
+"""OpenVINO GenAI's continuous batching, on the GGUF file: its weights stay quantised.
+
+Everything else is as it comes, so its KV cache too has the precision that it chooses for the processor.
+"""
 
 from __future__ import annotations
 

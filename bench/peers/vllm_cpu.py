@@ -12,7 +12,8 @@ from bench.peers.worker import Answer, Item, Job, main, now
 
 class Vllm:
     def __init__(self, job: Job) -> None:
-        cores = sorted(os.sched_getaffinity(0))[: job.threads]
+        has_affinity = hasattr(os, "sched_getaffinity")
+        cores = sorted(os.sched_getaffinity(0) if has_affinity else range(job.threads))[: job.threads]
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
