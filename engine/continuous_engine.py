@@ -56,12 +56,13 @@ class ContinuousEngine:
             context_limit=context_limit(loaded, config, num_blocks),
         )
         # The tokenizer may know fewer ids than the model has logits: the rest is padding, never sampled.
-        num_tokens = min(max(loaded.tokenizer.get_vocab().values()) + 1, loaded.config.vocab_size)
-        self._factory = RequestFactory(loaded, self.info.context_limit, num_tokens, config.seed)
+        known = {id for id in loaded.tokenizer.get_vocab().values() if id < loaded.config.vocab_size}
+        self._factory = RequestFactory(loaded, self.info.context_limit, known, config.seed)
         self._pool = BlockPool(num_blocks, config.block_size)
         self._scheduler = Scheduler(self._pool, self.info, config.mode, config.enable_prefix_caching)
         self._runner = ModelRunner(loaded, config, num_blocks, self.info.context_limit)
-        self._sampler = Sampler(num_tokens)
+        gaps = [id for id in range(max(known)) if id not in known]
+        self._sampler = Sampler(max(known) + 1, gaps, loaded.device)
         self.events = EventBus(self.info, config.mode, time.monotonic())
         self._journal = Journal(self.events, self._scheduler)
         self._unfinished: dict[str, Request] = {}

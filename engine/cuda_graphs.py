@@ -151,7 +151,7 @@ class DecodeGraphs:
                 logits_rows=self._rows[:bucket],
             )
             self.logits[:bucket].copy_(self._model(batch, self._cache, self._attention))
-            self.finite[:bucket].copy_(self._cache.is_finite(slots))
+            self.finite[:bucket].copy_(self._cache.is_finite())
 
         return compute
 

@@ -86,15 +86,15 @@ class ModelRunner:
         """Compute the batch, writing its K and V. The batch and what comes out are on the device.
 
         Returns float32 logits [rows to sample, vocabulary], and for each token whether its K and V, just
-        written, are finite, bool [T]. Looking at the last layer is enough for that, since a NaN or infinity
-        in one layer is a NaN in all later ones. It finds in time what the logits show only when a prompt is
-        done: by then, the blocks of its first chunks would have been offered to others.
+        written, are finite in every layer, bool [T]. That finds in time what the logits show only when a
+        prompt is done, when the blocks of its first chunks would have been offered to others, and what they
+        may never show: an infinite key that its own request gives no weight is NaN to the block's next owner.
         """
         if isinstance(batch, DecodeBatch):
             assert self._graphs is not None
             return self._graphs.run(batch)
         logits = self._model(batch, self._kv_cache, self._attention)
-        return logits, self._kv_cache.is_finite(batch.slot_mapping)
+        return logits, self._kv_cache.is_finite()
 
     def keep_sampled(self, requests: Sequence[Request], tokens: Tensor) -> None:
         """Leave the tokens just sampled, int64 [S], on the device for a next step that needs them there."""

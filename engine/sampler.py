@@ -46,10 +46,15 @@ class Choice(NamedTuple):
 
 
 class Sampler:
-    """Samples token ids. `vocab_size`: ids from here on are padding of the logits, never sampled."""
+    """Samples token ids.
 
-    def __init__(self, vocab_size: int):
+    vocab_size: ids from here on are padding of the logits, never sampled. gaps: nor are these below it,
+    which the tokenizer does not know.
+    """
+
+    def __init__(self, vocab_size: int, gaps: Sequence[int] = (), device: torch.device | str = "cpu"):
         self.vocab_size = vocab_size
+        self._gaps = torch.tensor(gaps, dtype=torch.int64, device=device) if gaps else None
 
     def plan(self, requests: Sequence[Request]) -> SamplingPlan:
         """What these S requests ask for, in row order; on the host, to be taken to the logits' device."""
@@ -67,6 +72,8 @@ class Sampler:
         _apply_bias(logits, plan)
         _apply_penalties(logits, plan)
         _forbid_early_stops(logits, plan)
+        if self._gaps is not None:
+            logits.index_fill_(1, self._gaps, -torch.inf)
         # NaN and infinity win every comparison, so the largest value tells of any in its row, be it the
         # model's or extreme parameters' doing; -infinity is left where every token is forbidden.
         largest, tokens = logits.max(dim=-1)

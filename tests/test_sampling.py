@@ -273,3 +273,20 @@ def test_end_token_stops_unless_ignored():
     later = llm.generate([prompt], params, False)[0].outputs[0].token_ids
     assert third not in later[: first_at + 1]
     assert EOS_ID in llm.engine._factory._eos_token_ids
+
+
+def test_ids_that_the_tokenizer_does_not_know_are_never_sampled():
+    """Gaps in the vocabulary, be they ever so likely."""
+    gaps = [1, 4]
+    sampler = Sampler(6, gaps)
+    logits = torch.tensor([[0.0, 9.0, 1.0, 0.0, 9.0, 0.0]] * 3)
+    requests = [
+        request(temperature=0.0),
+        request(temperature=1.0, seed=1),
+        request(temperature=1.0, top_p=0.9, seed=2),
+    ]
+    for _ in range(20):
+        plan = sampler.plan(requests)
+        greedy, *random_ones = sampler.read(sampler(logits.clone(), plan), plan)
+        assert greedy.token_id == 2
+        assert not {one.token_id for one in random_ones} & set(gaps)
