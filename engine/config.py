@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike
 from typing import Literal, get_args
 
 from engine.events import Mode
@@ -39,7 +40,7 @@ class EngineConfig:
     seed: for requests without a seed of their own.
     """
 
-    model: str = "auto"
+    model: str | PathLike[str] = "auto"
     mode: Mode = "continuous"
     dtype: Dtype = "auto"
     device: str = "auto"
@@ -57,6 +58,14 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, PathLike):
+            object.__setattr__(self, "model", str(self.model))
+        if not isinstance(self.model, str):
+            raise ValueError(f"model must be a name or a path, not {self.model!r:.80}")
+        for name, kind in (("enable_prefix_caching", bool), ("enforce_eager", bool), ("seed", int)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+                raise ValueError(f"{name} must be {kind.__name__}, not {value!r:.80}")
         check_mode(self.mode)
         if self.dtype not in get_args(Dtype):
             raise ValueError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(get_args(Dtype))}")

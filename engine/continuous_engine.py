@@ -27,7 +27,7 @@ from engine.request_factory import RequestFactory
 from engine.sampler import Choice, Sample, Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Grant, Scheduler
-from engine.sizing import context_limit, fit_num_blocks
+from engine.sizing import choose_num_blocks, context_limit
 from engine.transfer import download, mark_time, upload
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class ContinuousEngine:
         self.is_driven = False  # an EngineRunner steps this engine; nobody else may
         self.tokenizer = loaded.tokenizer
         self._device = loaded.device
-        num_blocks = config.num_blocks or fit_num_blocks(loaded, config)
+        num_blocks = choose_num_blocks(loaded, config)
         self.info = EngineInfo(
             model=loaded.name,
             dtype=str(loaded.dtype).removeprefix("torch."),
@@ -80,7 +80,9 @@ class ContinuousEngine:
         priority: int = 0,
     ) -> Request:
         """Check a request without queueing it; any thread may. Raises ValueError naming what is wrong."""
-        return self._factory.make(request_id, prompt, params or SamplingParams(), priority)
+        return self._factory.make(
+            request_id, prompt, SamplingParams() if params is None else params, priority
+        )
 
     def enqueue(self, request: Request) -> None:
         """Put a request and its group into the waiting queue. Raises ValueError if an id is in use."""

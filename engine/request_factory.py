@@ -16,6 +16,14 @@ from engine.model import LoadedModel
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 
+BYTES = (bytes, bytearray, memoryview)  # sequences of integers, but not of token ids
+
+
+def check_text(text: str) -> None:
+    """Raises ValueError for a string that no encoding can hold."""
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise ValueError(f"a prompt must be text, and half a surrogate pair is none: {text!r:.80}")
+
 
 class RequestFactory:
     """Makes requests for one model.
@@ -94,15 +102,18 @@ class RequestFactory:
 
     def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
-            if any("\ud800" <= char <= "\udfff" for char in prompt):
-                raise ValueError(f"a prompt must be text, and half a surrogate pair is none: {prompt!r:.80}")
+            check_text(prompt)
             try:
                 token_ids = list(self._tokenizer(prompt)["input_ids"])
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:  # a tokenizer written in Rust may panic, which is no Exception
                 raise ValueError(f"the tokenizer cannot read this prompt: {error}") from error
-        elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
+        elif (
+            isinstance(prompt, Sequence)
+            and not isinstance(prompt, BYTES)
+            and all(type(token) is int for token in prompt)
+        ):
             token_ids = list(prompt)
         else:
             raise ValueError(f"a prompt must be a string or a list of token ids, not {prompt!r:.80}")

@@ -109,6 +109,6 @@ async def _body(request: Request) -> dict[str, Any]:
             return {}
     try:
         body = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return body if isinstance(body, dict) else {}
