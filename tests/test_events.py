@@ -29,7 +29,7 @@ def busy_life(llm, check=lambda: None):
     check()
 
 
-@pytest.mark.parametrize("num_blocks", [12, 64])
+@pytest.mark.parametrize("num_blocks", [9, 64])
 def test_events_reproduce_the_engine_at_every_moment(num_blocks):
     llm = tiny_llm(num_blocks=num_blocks)
     busy_life(llm, Mirror(llm).check)
@@ -97,7 +97,7 @@ def test_no_text_in_any_event():
 @pytest.mark.parametrize("since", [0, 5, 9, 14, 999])
 @pytest.mark.parametrize("capacity", [7, 40, 8192])
 def test_recording_leads_from_the_end_of_a_step_to_now(capacity, since):
-    llm = tiny_llm(num_blocks=12)
+    llm = tiny_llm(num_blocks=9)
     bus = llm.engine.events
     bus._capacity = capacity
     busy_life(llm)

@@ -31,7 +31,7 @@ from tests.test_events import busy_life
 @pytest.fixture(scope="module")
 def lines() -> list[str]:
     """A trace with sharing, preemption, an abort and a mode switch."""
-    llm = tiny_llm(num_blocks=12)
+    llm = tiny_llm(num_blocks=9)
     busy_life(llm)
     return list(trace_lines(*llm.engine.events.recording()))
 
@@ -41,7 +41,7 @@ def encode(lines: list[str]) -> bytes:
 
 
 def test_a_recorder_writes_what_happened(tmp_path):
-    llm = tiny_llm(num_blocks=12)
+    llm = tiny_llm(num_blocks=9)
     path = tmp_path / "life.jsonl"
     with TraceRecorder(llm.engine.events, path, period=0.001):
         busy_life(llm)
@@ -156,7 +156,7 @@ DAMAGE = {
     "time goes back": (lambda ls: [*ls[:2], changed(ls[2], time=-5.0)], "line 3: its time"),
     "too few blocks": (
         lambda ls: [ls[0], changed(ls[1], blocks=json.loads(ls[1])["blocks"][:-1])],
-        "line 2: the keyframe has 11 blocks",
+        "line 2: the keyframe has 8 blocks",
     ),
     "nobody's end": (
         lambda ls: [*ls[:2], changed(ls[2], kind="finished")],
@@ -185,7 +185,7 @@ def block(*values) -> dict:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (block(12, "free", [], -1, 0, 0), "block 12 of a pool of 12"),
+        (block(9, "free", [], -1, 0, 0), "block 9 of a pool of 9"),
         (block(2**60, "free", [], -1, 0, 0), "must lie in"),
         (block(0, "free", [], -1, 0, 5), "holds 5 tokens, and 4 is the most"),
         (block(0, "used", ["stranger"], 0, 1, 1), "owned by 'stranger', who is not there"),
@@ -196,7 +196,7 @@ def block(*values) -> dict:
         (block(0, "free", []), "must have 6 parts"),
         ({"slots": [[9, "0", "decode", 1, 1, 1, 1]]}, "slot 9 is out of order"),
         ({"slots": []}, "a request that has a slot is missing"),
-        ({"num_free": 400}, "do not add up to 12"),
+        ({"num_free": 400}, "do not add up to 9"),
         ({"times": [0, 0, -1, 0, 0]}, "forward must be a duration"),
         ({"times": [0, 0]}, "must have 5 parts"),
     ],
@@ -214,7 +214,7 @@ def test_steps_that_cannot_be_are_refused(lines, values, message):
         (TraceLimits(most_bytes=5000), "larger than 5,000 bytes"),
         (TraceLimits(most_line_bytes=100), "line 2: longer than 100 bytes"),
         (TraceLimits(most_records=3), "line 5: more than 3 records"),
-        (TraceLimits(most_blocks=11), "12 blocks; 11 is the most"),
+        (TraceLimits(most_blocks=8), "9 blocks; 8 is the most"),
         (TraceLimits(most_slots=3), "4 slots; 3 is the most"),
         (TraceLimits(most_live=2), "more than 2 requests"),
     ],

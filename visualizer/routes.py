@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from visualizer.feed import dumps
+from visualizer.frames import dumps
 from visualizer.host import EngineHost
 
 PREFIX = "/gradio_api/glass"
