@@ -19,6 +19,7 @@ from engine.llm import LLM
 from engine.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
 from engine.runner import EngineRunner, RequestHandle
 from engine.sampling_params import SamplingParams
+from engine.turns import Turns
 
 __all__ = [
     "LLM",
@@ -31,4 +32,5 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "Turns",
 ]

@@ -24,6 +24,7 @@ from engine.events import EngineInfo, EventBus, Mode
 from engine.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from engine.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -140,9 +141,11 @@ class EngineRunner:
     is submitted later is refused, by name.
     """
 
-    def __init__(self, engine: ContinuousEngine):
+    def __init__(self, engine: ContinuousEngine, turns: Turns | None = None):
+        """turns: shared with the runners of other engines over the same model, if there are any."""
         self._engine = engine
         self._engine.is_driven = True
+        self._turns = turns or Turns()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._handles: dict[str, RequestHandle] = {}
         self._ids = itertools.count()
@@ -215,6 +218,10 @@ class EngineRunner:
 
     def resume(self) -> None:
         self._commands.put(lambda: setattr(self, "_paused", False))
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused
 
     def step_once(self, timeout: float | None = None) -> list[RequestOutput]:
         """Take one step now and return its deltas (they also reach their handles)."""
@@ -299,7 +306,8 @@ class EngineRunner:
         outputs: list[RequestOutput] = []
 
         def step() -> None:
-            outputs.extend(self._engine.step())
+            with self._turns:
+                outputs.extend(self._engine.step())
             self._deliver(outputs)
 
         self._guard(step)
