@@ -213,15 +213,19 @@ class EngineRunner:
         self._commands.put(lambda: self._engine.set_mode(mode))
 
     def pause(self) -> None:
-        """Take no more steps until `resume`, except by `step_once`. Submitting goes on."""
-        self._commands.put(lambda: setattr(self, "_paused", True))
+        """Take no more steps until `resume`, except by `step_once`. Submitting goes on.
+
+        A step that is being taken is finished. A runner that shuts down cannot be paused.
+        """
+        self._paused = True
 
     def resume(self) -> None:
-        self._commands.put(lambda: setattr(self, "_paused", False))
+        self._paused = False
+        self._commands.put(lambda: None)  # wakes the thread, which may wait for a command
 
     @property
     def is_paused(self) -> bool:
-        return self._paused
+        return self._paused and not self._closing
 
     def step_once(self, timeout: float | None = None) -> list[RequestOutput]:
         """Take one step now and return its deltas (they also reach their handles)."""
@@ -242,7 +246,6 @@ class EngineRunner:
 
         def close() -> None:
             self._closing = True
-            self._paused = False
             if not drain:
                 self._abort_all()
 
@@ -281,8 +284,8 @@ class EngineRunner:
 
     def _run(self) -> None:
         while not self._closing or self._has_work():
-            self._obey(wait=self._paused or not self._has_work())
-            if self._has_work() and not self._paused:
+            self._obey(wait=self.is_paused or not self._has_work())
+            if self._has_work() and not self.is_paused:
                 self._step()
         with self._door:
             self._closed = True

@@ -99,6 +99,20 @@ def test_mode_switch_and_pause_and_single_steps(runner):
         assert_solo([number], handle.result(20).outputs[0].token_ids)
 
 
+def test_a_paused_runner_shuts_down():
+    for drain, reason in ((True, "length"), (False, "abort")):
+        other = EngineRunner(tiny_llm().engine)
+        other.pause()
+        assert other.is_paused
+        handle = other.submit([1], greedy(5))
+        closer = threading.Thread(target=other.shutdown, args=(drain, 20))
+        closer.start()
+        other.pause()  # too late
+        closer.join(20)
+        other.pause()
+        assert handle.result(5).outputs[0].finish_reason == reason and not other._thread.is_alive()
+
+
 def test_exception_in_a_step_fails_its_requests_and_the_thread_lives(runner, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(runner.llm.engine._runner, "forward", lambda batch: 1 / 0)

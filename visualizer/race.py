@@ -32,7 +32,7 @@ POOL_TOKENS, SLOTS, MODEL_LEN = 2048, 16, 512  # of an arm's engine, at most
 MOST_SECONDS = 300.0  # on an arm's clock
 
 _PROMPTS = (12, 20, 32, 48, 80, 120)
-_ANSWERS = (6, 8, 12, 16, 24, 40, 64, 110)
+_ANSWERS = (8, 12, 20, 28, 40, 48, 64, 72)
 _SHARED = 48  # tokens that every third prompt begins with
 _FIRST_WAVE = 0.5  # the part of the requests that is there from the start
 _GAP = 2.0  # beats between later arrivals, on average
