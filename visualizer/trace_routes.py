@@ -66,9 +66,7 @@ def replay(body: bytes) -> bytes:
         trace = parse_trace(body, LIMITS)
         frames = trace_frames(trace, MOST_CHARS)
     except TraceError as error:
-        raise HttpError(
-            400, f"This trace cannot be shown. {str(error).capitalize()}.", line=error.line
-        ) from None
+        raise HttpError(400, f"This trace cannot be shown: {error}.", line=error.line) from None
     text = f'{{"summary":{dumps(summarise(trace))},"frames":[{",".join(frames)}]}}'
     return gzip.compress(text.encode(), compresslevel=1)
 
