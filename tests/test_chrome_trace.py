@@ -13,14 +13,14 @@ from engine.events import LifecycleEvent, StepEvent
 from engine.trace import Trace, trace_lines, write_trace
 from tests.support import tiny_llm
 from tests.test_events import busy_life
-from visualizer.chrome_trace import ENGINE, QUEUE, SLOTS, STAGES, STEPS, chrome_trace, main
+from visualizer.chrome_trace import ENGINE, QUEUE, SLOTS, STAGES, STEPS, chrome_json, main
 
 SCOPES = {"g", "p", "t"}
 
 
 def check_format(document: dict, longest: int) -> None:
     """Raise AssertionError unless the document obeys the rules of the format."""
-    json.dumps(document, allow_nan=False)
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
     named: set[tuple] = set()
     tracks: dict[tuple, list] = defaultdict(list)
     waits: dict[str, list] = defaultdict(list)
@@ -60,6 +60,10 @@ def check_nesting(slices: list[tuple[int, int]]) -> None:
             open_ends.pop()
         assert not open_ends or end <= open_ends[-1], "slices overlap"
         open_ends.append(end)
+
+
+def chrome_trace(trace: Trace) -> dict:
+    return json.loads(chrome_json(trace))
 
 
 def longest_of(trace: Trace) -> int:

@@ -24,9 +24,10 @@ from tests.test_feed import Picture
 from tests.test_page import BASE, SECRET, prompt, wait_for
 from tests.test_trace import DAMAGE, VALUES, mutate
 from visualizer import EngineHost, build_app
+from visualizer.breath import Breath
 from visualizer.frames import trace_frames
 from visualizer.http import HeavyWork, HttpError, read_json, read_upload
-from visualizer.trace_routes import LIMITS, replay
+from visualizer.trace_routes import LIMITS, pack, replay
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +244,7 @@ def test_fuzzed_files_are_shown_or_refused(lines, place, path, new):
 def test_heavy_work_is_done_one_at_a_time_and_few_wait():
     inside, most = [], []
 
-    def work():
+    def work(breathe):
         inside.append(1)
         most.append(len(inside))
         time.sleep(0.005)
@@ -251,38 +252,44 @@ def test_heavy_work_is_done_one_at_a_time_and_few_wait():
         return threading.current_thread()
 
     async def visitors():
-        heavy = HeavyWork(share=0.9, most_waiting=3)
+        heavy = HeavyWork(most_waiting=3)
         results = await asyncio.gather(*(heavy.run(work) for _ in range(6)), return_exceptions=True)
         busy = [result for result in results if isinstance(result, HttpError)]
         assert len(busy) == 3 and all(error.status == 503 for error in busy)
         with pytest.raises(ZeroDivisionError):
-            await heavy.run(lambda: 1 / 0)
+            await heavy.run(lambda breathe: 1 / 0)
         assert await heavy.run(work) is not threading.main_thread()  # and one that fails leaves room
 
     asyncio.run(visitors())
     assert set(most) == {1}
 
 
-def test_heavy_work_pauses_in_proportion(monkeypatch):
+def test_long_work_sleeps_in_proportion(monkeypatch):
     now, slept = [100.0], []
 
-    async def sleep(seconds):
+    def sleep(seconds):
         slept.append(seconds)
         now[0] += seconds
 
-    monkeypatch.setattr("visualizer.http.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("visualizer.http.asyncio.sleep", sleep)
+    monkeypatch.setattr("visualizer.breath.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("visualizer.breath.time.sleep", sleep)
+    breathe = Breath(share=0.25, portion=0.002)
+    for _ in range(30):
+        now[0] += 0.0007
+        breathe()
+    assert slept == [pytest.approx(0.0063)] * 10
 
-    def work():
-        now[0] += 3.0
 
-    async def visitors():
-        heavy = HeavyWork(share=0.25)
-        await heavy.run(work)
-        await heavy.run(work)
-
-    asyncio.run(visitors())
-    assert slept == [0.0, pytest.approx(9.0)]
+def test_heavy_work_breathes_with_every_small_piece(lines):
+    """An upload and a download pause for the engine's sake about as often as the trace has lines."""
+    calls = []
+    packed = replay("".join(lines).encode(), lambda: calls.append(1))
+    assert len(calls) >= len(lines) + len(json.loads(gzip.decompress(packed))["frames"]) - 1
+    trace = parse_trace("".join(lines).encode())
+    for form in ("jsonl", "chrome"):
+        calls.clear()
+        pack(trace, form, lambda: calls.append(1))
+        assert len(calls) >= len(lines) - 2
 
 
 def test_many_uploads_at_once_are_refused(client, lines, monkeypatch):

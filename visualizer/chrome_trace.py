@@ -14,14 +14,15 @@ The format: "Trace Event Format", Google, 2016; of its event types X, i, C, b, e
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.events import LifecycleEvent, Replica, SlotUse, StepEvent
+from engine.events import Event, LifecycleEvent, Replica, SlotUse, StepEvent
 from engine.trace import Trace, TraceError, read_trace
+from visualizer.breath import Breathe, hold
+from visualizer.frames import dumps
 from visualizer.letters import slot_letter
 from visualizer.measures import Measures
 from visualizer.tracks import Tracks
@@ -62,26 +63,35 @@ class _Exporter:
         self._now = 0
         self._step_end = 0
 
-    def entries(self) -> list[Entry]:
-        self._entries = list(self._metadata())
+    def entries(self) -> Iterator[list[Entry]]:
+        """All entries, in portions."""
+        yield list(self._metadata())
         for view in self._replica.requests.values():
             if view.slot is None:
                 self._queued[view.request_id] = 0
         for event in self._trace.events:
-            if isinstance(event, StepEvent):
-                self._step(event)
-                self._replica.apply(event)
-            else:
-                slot = self._slot_of(event)
-                self._replica.apply(event)
-                self._tracks.transition(event, self._replica)
-                self._transition(event, slot)
-            self._now = max(self._now, self._micros(event.time))
+            self._event(event)
+            yield self._drain()
         for slot in list(self._stays):
             self._leave(slot)
         for request_id in list(self._queued):
             self._wait_ends(request_id, self._now)
-        return self._entries
+        yield self._drain()
+
+    def _drain(self) -> list[Entry]:
+        entries, self._entries = self._entries, []
+        return entries
+
+    def _event(self, event: Event) -> None:
+        if isinstance(event, StepEvent):
+            self._step(event)
+            self._replica.apply(event)
+        else:
+            slot = self._slot_of(event)
+            self._replica.apply(event)
+            self._tracks.transition(event, self._replica)
+            self._transition(event, slot)
+        self._now = max(self._now, self._micros(event.time))
 
     def _micros(self, time: float) -> int:
         return round(1e6 * (time - self._began))
@@ -226,18 +236,15 @@ def _meta(name: str, pid: int, tid: int, args: dict) -> Entry:
     return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
 
 
-def chrome_trace(trace: Trace) -> dict[str, Any]:
+def chrome_json(trace: Trace, breathe: Breathe = hold) -> str:
     """The trace as a JSON object of the Trace Event Format. See the module for what is in it."""
-    info = trace.keyframe.info._asdict()
-    return {
-        "traceEvents": _Exporter(trace).entries(),
-        "displayTimeUnit": "ms",
-        "otherData": {"made by": "Glass Engine", **info},
-    }
-
-
-def chrome_json(trace: Trace) -> str:
-    return json.dumps(chrome_trace(trace), separators=(",", ":"))
+    entries: list[str] = []
+    for portion in _Exporter(trace).entries():
+        entries += map(dumps, portion)
+        breathe()
+    about = dumps({"made by": "Glass Engine", **trace.keyframe.info._asdict()})
+    listed = ",\n".join(entries)
+    return f'{{"displayTimeUnit":"ms","otherData":{about},"traceEvents":[\n{listed}\n]}}\n'
 
 
 def main(argv: list[str] | None = None) -> None:

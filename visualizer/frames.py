@@ -30,6 +30,7 @@ from typing import Any
 
 from engine.events import BlockDelta, Event, Keyframe, LifecycleEvent, Replica, StepEvent
 from engine.trace import Trace, TraceError
+from visualizer.breath import Breathe, hold
 from visualizer.measures import Measures
 from visualizer.tracks import Tracks
 
@@ -202,7 +203,7 @@ class Framer:
         }
 
 
-def trace_frames(trace: Trace, most_chars: int | None = None) -> list[str]:
+def trace_frames(trace: Trace, most_chars: int | None = None, breathe: Breathe = hold) -> list[str]:
     """A trace as frames: the keyframe it starts from, then every moment.
 
     most_chars: raises TraceError once the frames have more.
@@ -215,4 +216,5 @@ def trace_frames(trace: Trace, most_chars: int | None = None) -> list[str]:
         size += len(frames[-1])
         if most_chars is not None and size > most_chars:
             raise TraceError(f"too long to be shown here: its pictures take more than {most_chars:,} bytes")
+        breathe()
     return frames

@@ -1,11 +1,10 @@
-"""What the page's routes share: JSON in and out, compressed answers, heavy work in small portions."""
+"""What the page's routes share: JSON in and out, compressed answers, heavy work one at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import gzip
 import json
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ from fastapi import Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
+from visualizer.breath import Breath, Breathe
 from visualizer.frames import dumps
 
 MAX_BODY = 16_384  # bytes of a JSON request
@@ -89,33 +89,23 @@ async def read_json(request: Request) -> dict[str, Any]:
 
 
 class HeavyWork:
-    """Work that takes long, on behalf of visitors: one piece at a time, and never most of a core.
+    """Work that takes long, on behalf of visitors: one piece at a time, in a thread, and few may wait."""
 
-    After each piece there is a pause in proportion to it. Few may wait; whoever comes then is told so.
-    """
-
-    def __init__(self, share: float = 0.3, most_waiting: int = 4):
-        self._share = share
+    def __init__(self, most_waiting: int = 4):
         self._most_waiting = most_waiting
         self._num_waiting = 0
         self._lock = asyncio.Lock()
-        self._free_at = 0.0
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns, run in a thread. Raises HttpError if too many are waiting."""
+    async def run(self, work: Callable[[Breathe], T]) -> T:
+        """What `work` returns. It is given what to call between small pieces of it (see `breath`).
+
+        Raises HttpError if too many are waiting.
+        """
         if self._num_waiting >= self._most_waiting:
-            raise HttpError(
-                503, "The server is busy with other visitors' files. Please try again in a moment."
-            )
+            raise HttpError(503, "The server is busy with other visitors' files. Please try again soon.")
         self._num_waiting += 1
         try:
             async with self._lock:
-                await asyncio.sleep(max(0.0, self._free_at - time.monotonic()))
-                started = time.monotonic()
-                try:
-                    return await run_in_threadpool(work)
-                finally:
-                    ended = time.monotonic()
-                    self._free_at = ended + (ended - started) * (1 / self._share - 1)
+                return await run_in_threadpool(lambda: work(Breath()))
         finally:
             self._num_waiting -= 1

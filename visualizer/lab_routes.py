@@ -64,7 +64,7 @@ def build_lab_routes(host: EngineHost, work: HeavyWork) -> APIRouter:
         trace = live_engine(host).races.trace(race_id, arm)
         if trace is None:
             raise HttpError(404, "There is no such trace. It may be too old: run the race again.")
-        packed = await work.run(lambda: pack(trace, form))
+        packed = await work.run(lambda breathe: pack(trace, form, breathe))
         (mode,) = {event.mode for event in trace.events if isinstance(event, StepEvent)}
         return trace_file(request, packed, form, f"race-{mode}")
 

@@ -26,6 +26,7 @@ from typing import Any, get_args
 
 from engine.events import Mode
 from engine.trace import Trace
+from visualizer.breath import Breath
 from visualizer.frames import dumps, trace_frames
 from visualizer.race import SIZES, Race, RaceError, run_race
 from visualizer.siblings import Siblings
@@ -173,11 +174,12 @@ def _check(first: Any, second: Any, size: Any) -> tuple[tuple[Mode, Mode], int]:
 
 
 def _result(entry: _Entry, race: Race) -> str:
+    breathe = Breath()
     requests = [[round(r.arrival * race.beat, 4), len(r.prompt), r.num_output] for r in race.requests]
-    arms = [
-        f'{{"mode":"{arm.mode}","summary":{dumps(arm.summary)},"frames":[{",".join(trace_frames(arm.trace))}]}}'
-        for arm in race.arms
-    ]
+    arms = []
+    for arm in race.arms:
+        frames = ",".join(trace_frames(arm.trace, breathe=breathe))
+        arms.append(f'{{"mode":"{arm.mode}","summary":{dumps(arm.summary)},"frames":[{frames}]}}')
     speedup = race.speedup
     members = {
         "id": entry.race_id,

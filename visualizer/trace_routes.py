@@ -12,10 +12,12 @@ is said as {error} with a status of 4xx or 503, with the `line` of the trace if 
 from __future__ import annotations
 
 import gzip
+import io
 
 from fastapi import APIRouter, Request, Response
 
 from engine.trace import Trace, TraceError, TraceLimits, parse_trace, trace_lines
+from visualizer.breath import Breathe, hold
 from visualizer.chrome_trace import chrome_json
 from visualizer.frames import dumps, trace_frames
 from visualizer.host import EngineHost, LiveEngine
@@ -48,9 +50,16 @@ def trace_file(request: Request, trace_gz: bytes, form: str, stem: str) -> Respo
     return gzipped_answer(request, trace_gz, FORMATS[form], f"glass-engine-{stem}.{suffix}")
 
 
-def pack(trace: Trace, form: str) -> bytes:
+def pack(trace: Trace, form: str, breathe: Breathe) -> bytes:
     """A trace in a format, gzipped."""
-    text = "".join(trace_lines(*trace)) if form == "jsonl" else chrome_json(trace)
+    if form == "chrome":
+        text = chrome_json(trace, breathe)
+    else:
+        lines = []
+        for line in trace_lines(*trace):
+            lines.append(line)
+            breathe()
+        text = "".join(lines)
     return gzip.compress(text.encode(), compresslevel=1)
 
 
@@ -60,11 +69,23 @@ def check_format(form: str) -> str:
     return form
 
 
-def replay(body: bytes) -> bytes:
+class _Lines(io.BytesIO):
+    """A file that is read with a breath after each line."""
+
+    def __init__(self, body: bytes, breathe: Breathe):
+        super().__init__(body)
+        self._breathe = breathe
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        self._breathe()
+        return super().readline(size)
+
+
+def replay(body: bytes, breathe: Breathe = hold) -> bytes:
     """The answer to an upload, gzipped. Raises HttpError naming what is wrong with it."""
     try:
-        trace = parse_trace(body, LIMITS)
-        frames = trace_frames(trace, MOST_CHARS)
+        trace = parse_trace(_Lines(body, breathe), LIMITS)
+        frames = trace_frames(trace, MOST_CHARS, breathe)
     except TraceError as error:
         raise HttpError(400, f"This trace cannot be shown: {error}.", line=error.line) from None
     text = f'{{"summary":{dumps(summarise(trace))},"frames":[{",".join(frames)}]}}'
@@ -81,10 +102,10 @@ def build_trace_routes(host: EngineHost, work: HeavyWork) -> APIRouter:
         form = check_format(format)
         bus = live_engine(host).runner.events
 
-        def build() -> bytes:
+        def build(breathe: Breathe) -> bytes:
             key = (form, since, bus.next_seq)
             if key not in cache:
-                packed = pack(Trace(*bus.recording(since)), form)
+                packed = pack(Trace(*bus.recording(since)), form, breathe)
                 cache.clear()
                 cache[key] = packed
             return cache[key]
@@ -98,7 +119,7 @@ def build_trace_routes(host: EngineHost, work: HeavyWork) -> APIRouter:
         uploads.append(request)
         try:
             body = await read_upload(request, LIMITS.most_bytes)
-            packed = await work.run(lambda: replay(body))
+            packed = await work.run(lambda breathe: replay(body, breathe))
         finally:
             uploads.remove(request)
         return gzipped_answer(request, packed)
