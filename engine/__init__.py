@@ -2,7 +2,8 @@
 
 To read it, follow a request: `llm.py` or `runner.py` -> `continuous_engine.py` (the step) ->
 `request_factory.py`, `request.py` -> `scheduler.py` -> `memory.py` -> `model_runner.py`, `batch.py` ->
-`model/` -> `sampler.py` -> `detokenizer.py` -> `journal.py`, `events.py`, `trace.py`.
+`model/` -> `sampler.py` -> `detokenizer.py` -> `journal.py`, `events.py`, `trace.py`
+(reading one: `trace_schema.py`, `trace_check.py`). Several engines over one model: `turns.py`.
 """
 
 import os
