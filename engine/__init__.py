@@ -2,8 +2,7 @@
 
 To read it, follow a request: `llm.py` or `runner.py` -> `continuous_engine.py` (the step) ->
 `request_factory.py`, `request.py` -> `scheduler.py` -> `memory.py` -> `model_runner.py`, `batch.py` ->
-`model/` -> `sampler.py` -> `detokenizer.py` -> `journal.py`, `events.py`, `trace.py`
-(reading one: `trace_schema.py`, `trace_check.py`). Several engines over one model: `turns.py`.
+`model/` -> `sampler.py` -> `detokenizer.py` -> `journal.py`, `events.py`, `trace.py`.
 """
 
 import os
