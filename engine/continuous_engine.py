@@ -101,8 +101,11 @@ class ContinuousEngine:
     ) -> Request:
         """Check and queue a request; lower `priority` goes first.
 
-        Raises ValueError naming the field or the limit; then nothing was queued.
+        Raises ValueError naming the field or the limit, RuntimeError if an `EngineRunner` steps this engine
+        on its thread; then nothing was queued.
         """
+        if self.is_driven:
+            raise RuntimeError("an EngineRunner drives this engine: use its submit()")
         request = self.make_request(request_id, prompt, params, priority)
         self.enqueue(request)
         return request

@@ -102,6 +102,8 @@ class LLM:
 
         Raises ValueError if the model has no chat template, and as `generate` does.
         """
+        if not isinstance(conversations, Sequence):
+            raise ValueError(f"conversations must be lists of messages, not {conversations!r:.80}")
         if conversations and isinstance(conversations[0], dict):
             conversations = [conversations]  # type: ignore[assignment]
         prompts = [self.chat_prompt(messages) for messages in conversations]  # type: ignore[arg-type]
@@ -114,7 +116,8 @@ class LLM:
                 f"{self.engine.info.model} has no chat template: use generate() with a prompt of your own"
             )
         for message in messages:
-            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            has_body = isinstance(message, dict) and ("content" in message or "tool_calls" in message)
+            if not has_body or "role" not in message:
                 raise ValueError(f"a message must have a role and a content, unlike {message!r:.80}")
         encoded = self.tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, return_dict=True

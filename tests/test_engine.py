@@ -273,6 +273,7 @@ def test_what_is_no_prompt_message_or_parameter_is_said():
         (lambda: llm.generate([[1]], {"max_tokens": 3}), "SamplingParams"),
         (lambda: llm.generate([[1], [2]], [greedy(1)]), "2 prompts, but 1"),
         (lambda: llm.chat([{"role": "user"}], greedy(1)), "role and a content"),
+        (lambda: llm.chat({"role": "user", "content": "x"}, greedy(1)), "conversations must be"),
         (lambda: llm.engine.add_request(5, [1], greedy(1)), "request_id"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -219,7 +219,7 @@ def test_requests_without_a_seed_differ_but_runs_repeat():
         ("top_k", [-2, 1.5]),
         ("top_p", [0.0, -0.1, 1.1, math.nan]),
         ("min_p", [-0.1, 1.1, math.nan]),
-        ("repetition_penalty", [0.0, -1.0, math.nan]),
+        ("repetition_penalty", [0.0, -1.0, 1e-42, math.nan]),
         ("presence_penalty", [2.1, -2.1, math.nan]),
         ("frequency_penalty", [2.1, -2.1, math.nan]),
         ("seed", [1.5, "x"]),
