@@ -20,6 +20,7 @@ from engine.llm import LLM
 from engine.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
 from engine.runner import EngineRunner, RequestHandle
 from engine.sampling_params import SamplingParams
+from engine.turns import Turns
 
 __all__ = [
     "LLM",
@@ -32,4 +33,5 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "Turns",
 ]

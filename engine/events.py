@@ -256,12 +256,16 @@ class Reading(NamedTuple):
 class EventBus:
     """A bounded ring of events with any number of readers, each with a cursor of its own.
 
-    One thread publishes (the one that steps the engine); any thread may read.
+    It knows the state at both of its ends: that of the newest event for whoever comes to watch, that of
+    the oldest for whoever wants a recording of what just happened. One thread publishes (the one that
+    steps the engine); any thread may read.
     """
 
     def __init__(self, info: EngineInfo, mode: Mode, time: float, capacity: int = 8192):
-        self._ring: deque[Event] = deque(maxlen=capacity)
-        self._replica = Replica.empty(info, mode, time)
+        self._ring: deque[Event] = deque()
+        self._capacity = capacity
+        self._replica = Replica.empty(info, mode, time)  # the state after the newest event
+        self._oldest = Replica.empty(info, mode, time)  # the state before the oldest event in the ring
         self._lock = threading.Lock()
 
     @property
@@ -279,6 +283,8 @@ class EventBus:
             event = replace(event, seq=self._replica.seq)
             self._replica.apply(event)
             self._ring.append(event)
+            if len(self._ring) > self._capacity:
+                self._oldest.apply(self._ring.popleft())
 
     def read(self, cursor: int | None = None) -> Reading:
         """Events from `cursor` on. None, or a cursor the ring no longer reaches, gets a keyframe."""
@@ -293,3 +299,22 @@ class EventBus:
             # Walk from the right end: a deque reaches its ends, not its middle, in O(1).
             tail = list(islice(reversed(self._ring), count))
             return Reading(None, tail[::-1], end)
+
+    def recording(self, since_step: int = 0) -> tuple[Keyframe, list[Event]]:
+        """What the ring still holds, as a keyframe and all events since: a trace after the fact.
+
+        It begins after a whole step: the one before `since_step`, or, if the ring does not reach back
+        so far, the first that it does reach. So there is nothing to start or to stop before there is
+        something worth keeping, and what it takes is bounded by the ring.
+        """
+        with self._lock:
+            replica = Replica(self._oldest.keyframe())
+            events = list(self._ring)
+        start = 0
+        overran = replica.seq > 0  # then the ring may begin in the middle of a step
+        for place, event in enumerate(events):
+            if isinstance(event, StepEvent) and (event.step < since_step or (overran and not start)):
+                start = place + 1
+        for event in events[:start]:
+            replica.apply(event)
+        return replica.keyframe(), events[start:]

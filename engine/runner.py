@@ -25,6 +25,7 @@ from engine.events import EngineInfo, EventBus, Mode
 from engine.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from engine.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -148,12 +149,16 @@ class EngineRunner:
     is submitted later is refused, by name.
     """
 
-    def __init__(self, engine: ContinuousEngine):
-        """Raises RuntimeError if another runner drives this engine."""
+    def __init__(self, engine: ContinuousEngine, turns: Turns | None = None):
+        """turns: shared with the runners of other engines over the same model, if there are any.
+
+        Raises RuntimeError if another runner drives this engine.
+        """
         if engine.is_driven:
             raise RuntimeError("another EngineRunner drives this engine already")
         self._engine = engine
         self._engine.is_driven = True
+        self._turns = turns or Turns()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._handles: dict[str, RequestHandle] = {}
         self._id_prefix = "r"
@@ -333,7 +338,8 @@ class EngineRunner:
         outputs: list[RequestOutput] = []
 
         def step() -> None:
-            outputs.extend(self._engine.step())
+            with self._turns:
+                outputs.extend(self._engine.step())
             self._deliver(outputs)
 
         self._guard(step)

@@ -2,46 +2,60 @@
 
 Line 1 is a header with format and version, line 2 the keyframe, then every event. The same trace
 feeds replay, lessons, figures and documents, so whatever they show did happen.
+
+Reading trusts nothing: see `trace_schema` for what a record may hold, `trace_check` for what may follow
+what, and `TraceLimits` for how much of it.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import threading
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
-from engine.events import (
-    BlockDelta,
-    EngineInfo,
-    Event,
-    EventBus,
-    Keyframe,
-    LifecycleEvent,
-    RequestView,
-    SlotUse,
-    StepEvent,
-    StepTimes,
-)
+from engine.events import Event, EventBus, Keyframe
+from engine.trace_check import Follower
+from engine.trace_schema import TYPES, BadValue, read_record
 
 FORMAT = "glass-engine-trace"
 VERSION = 1
-_TYPES: dict[str, type] = {"keyframe": Keyframe, "step": StepEvent, "lifecycle": LifecycleEvent}
-_NAMES = {cls: name for name, cls in _TYPES.items()}
-# Fields that hold tuples of records: JSON turns those into lists of lists, so reading rebuilds them.
-_RECORDS = {"slots": SlotUse, "blocks": BlockDelta, "requests": RequestView}
-_RECORD = {"times": StepTimes, "info": EngineInfo}
+_NAMES = {cls: name for name, cls in TYPES.items()}
+_MOST_HEADER = 4096  # bytes
 
 
 class TraceError(ValueError):
-    """A file that is not a trace, is damaged, or is of a version this engine cannot read."""
+    """A file that is not a trace, is damaged, too large, or of a version this engine cannot read.
+
+    `line` is the line that shows it, from 1; None if it is not about a line.
+    """
+
+    def __init__(self, reason: str, line: int | None = None):
+        super().__init__(f"line {line}: {reason}" if line else reason)
+        self.line = line
 
 
 class Trace(NamedTuple):
     keyframe: Keyframe
     events: list[Event]
+
+
+@dataclass(frozen=True)
+class TraceLimits:
+    """How much a reader takes. The defaults are for one's own files; a server sets tighter ones."""
+
+    most_bytes: int = 4 << 30
+    most_line_bytes: int = 256 << 20
+    most_records: int = 50_000_000
+    most_blocks: int = 16 << 20
+    most_slots: int = 65_536
+    most_live: int = 10_000_000  # requests waiting and running at a time
+
+
+# -- writing --------------------------------------------------------------------------------------
 
 
 def to_json(record: Keyframe | Event) -> dict[str, Any]:
@@ -50,26 +64,24 @@ def to_json(record: Keyframe | Event) -> dict[str, Any]:
     return {"type": _NAMES[type(record)], **values}
 
 
-def from_json(data: dict[str, Any]) -> Keyframe | Event:
-    """The inverse of `to_json`. Raises TraceError on anything it does not know."""
-    try:
-        values = dict(data)
-        cls = _TYPES[values.pop("type")]
-        for name, value in values.items():
-            if name in _RECORDS:
-                values[name] = tuple(_record(_RECORDS[name], item) for item in value)
-            elif name in _RECORD:
-                values[name] = _RECORD[name](*value)
-        return cls(**values)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise TraceError(f"not a trace record: {error!r}") from error
+def _line(value: dict) -> str:
+    return json.dumps(value, separators=(",", ":")) + "\n"
 
 
-def _record(cls: Any, item: list) -> Any:
-    if cls is BlockDelta:
-        block, state, owners, *rest = item
-        return BlockDelta(block, state, tuple(owners), *rest)
-    return cls(*item)
+HEADER = _line({"format": FORMAT, "version": VERSION})
+
+
+def trace_lines(keyframe: Keyframe, events: Iterable[Event]) -> Iterator[str]:
+    """The lines of a trace file, each with its line end."""
+    yield HEADER
+    yield _line(to_json(keyframe))
+    for event in events:
+        yield _line(to_json(event))
+
+
+def write_trace(trace: Trace, path: str | Path) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(trace_lines(*trace))
 
 
 class TraceRecorder:
@@ -84,8 +96,8 @@ class TraceRecorder:
         self._period = period
         self._cursor: int | None = None
         self._closing = threading.Event()
-        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed in close()
-        self._write({"format": FORMAT, "version": VERSION})
+        self._file: TextIO = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed in close()
+        self._file.write(HEADER)
         self._drain()
         self._thread = threading.Thread(target=self._run, name="trace-recorder", daemon=True)
         self._thread.start()
@@ -97,10 +109,7 @@ class TraceRecorder:
     def _drain(self) -> None:
         keyframe, events, self._cursor = self._bus.read(self._cursor)
         for record in ([keyframe] if keyframe else []) + events:
-            self._write(to_json(record))
-
-    def _write(self, value: dict) -> None:
-        self._file.write(json.dumps(value, separators=(",", ":")) + "\n")
+            self._file.write(_line(to_json(record)))
 
     def close(self) -> None:
         self._closing.set()
@@ -115,38 +124,100 @@ class TraceRecorder:
         self.close()
 
 
-def read_trace(path: str | Path) -> Trace:
-    """Read a trace. Raises TraceError naming the line if the file is foreign, damaged or too new."""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        lines = _json_lines(file)
-        header = next(lines, (1, None))[1]
-        if not isinstance(header, dict) or header.get("format") != FORMAT:
-            raise TraceError(f"{path} is not a Glass Engine trace: its first line is no trace header")
-        if header.get("version") != VERSION:
-            raise TraceError(
-                f"{path} is a version {header.get('version')} trace; this engine reads version {VERSION}"
-            )
-        number, first = next(lines, (2, None))
-        keyframe = from_json(first) if isinstance(first, dict) else None
-        if not isinstance(keyframe, Keyframe):
-            raise TraceError(f"{path}, line {number}: a trace must start with a keyframe")
-        events: list[Event] = []
-        seq = keyframe.seq
-        for number, value in lines:
-            record = from_json(value)
-            if isinstance(record, Keyframe):  # the recorder fell behind: what came before has a gap
-                keyframe, events, seq = record, [], record.seq
-                continue
-            if record.seq != seq:
-                raise TraceError(f"{path}, line {number}: event {record.seq} where {seq} should be")
-            events.append(record)
-            seq += 1
-    return Trace(keyframe, events)
+# -- reading --------------------------------------------------------------------------------------
 
 
-def _json_lines(file) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(file, start=1):
+def read_trace(path: str | Path, limits: TraceLimits | None = None) -> Trace:
+    """Read a trace from a file. Raises TraceError naming the line and the reason, or OSError."""
+    with open(path, "rb") as file:
+        return parse_trace(file, limits)
+
+
+def parse_trace(source: bytes | BinaryIO, limits: TraceLimits | None = None) -> Trace:
+    """Read a trace from bytes or a binary file, line by line.
+
+    It takes time and memory in proportion to what it reads, and reads no more than the limits allow.
+    Raises TraceError naming the line and the reason.
+    """
+    limits = limits or TraceLimits()
+    file = io.BytesIO(source) if isinstance(source, bytes) else source
+    _check_header(file.readline(_MOST_HEADER))
+    trace: Trace | None = None
+    follower: Follower | None = None
+    num_bytes = 0
+    for number, line in enumerate(iter(lambda: file.readline(limits.most_line_bytes + 1), b""), start=2):
+        num_bytes += len(line)
         try:
-            yield number, json.loads(line)
-        except json.JSONDecodeError as error:
-            raise TraceError(f"line {number} is damaged: {error}") from error
+            _check_size(line, number, num_bytes, limits)
+            if line.isspace():
+                continue  # as an editor may leave at the end
+            record = read_record(_parse(line))
+            if isinstance(record, Keyframe):  # the first; or a recorder fell behind, and before is a gap
+                _check_info(record, limits)
+                follower, trace = Follower(record), Trace(record, [])
+            elif trace is None or follower is None:
+                raise BadValue("a trace must start with a keyframe, and this is none")
+            else:
+                follower.follow(record)
+                trace.events.append(record)
+                if follower.num_live > limits.most_live:
+                    raise BadValue(f"more than {limits.most_live:,} requests live at a time")
+        except BadValue as error:
+            raise TraceError(str(error), number) from None
+    if trace is None:
+        raise TraceError("the file ends after the header: a trace goes on with a keyframe", 2)
+    return trace
+
+
+def _check_header(line: bytes) -> None:
+    """Raise TraceError unless this is the first line of a trace that this engine reads."""
+    if b'"traceEvents"' in line:
+        raise TraceError(
+            "this is a Chrome trace, made for Perfetto; what can be replayed is the JSONL file", 1
+        )
+    try:
+        header = _parse(line.removeprefix(b"\xef\xbb\xbf"))
+    except BadValue:
+        header = None
+    if type(header) is not dict or header.get("format") != FORMAT:
+        raise TraceError("not a Glass Engine trace: the first line is no trace header", 1)
+    version = header.get("version")
+    if type(version) is not int or version != VERSION:
+        raise TraceError(f"a version {version!r:.20} trace, and this engine reads version {VERSION}", 1)
+
+
+def _check_size(line: bytes, number: int, num_bytes: int, limits: TraceLimits) -> None:
+    if len(line) > limits.most_line_bytes:
+        raise BadValue(f"longer than {limits.most_line_bytes:,} bytes")
+    if num_bytes > limits.most_bytes:
+        raise BadValue(f"the file is larger than {limits.most_bytes:,} bytes")
+    if number - 1 > limits.most_records:
+        raise BadValue(f"more than {limits.most_records:,} records")
+
+
+def _check_info(keyframe: Keyframe, limits: TraceLimits) -> None:
+    info = keyframe.info
+    if info.num_blocks > limits.most_blocks:
+        raise BadValue(f"{info.num_blocks:,} blocks; {limits.most_blocks:,} is the most here")
+    if info.max_num_seqs > limits.most_slots:
+        raise BadValue(f"{info.max_num_seqs:,} slots; {limits.most_slots:,} is the most here")
+
+
+def _refuse_constant(name: str) -> None:
+    raise BadValue(f"damaged: {name} is no number of JSON")
+
+
+def _parse(line: bytes) -> Any:
+    """The JSON value in a line. Raises BadValue on whatever may be wrong with it."""
+    try:
+        return json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+    except BadValue:
+        raise
+    except json.JSONDecodeError as error:
+        raise BadValue(f"damaged: {error.msg} at character {error.pos + 1}") from None
+    except UnicodeDecodeError as error:
+        raise BadValue(f"damaged: not UTF-8 at byte {error.start + 1}") from None
+    except RecursionError:
+        raise BadValue("damaged: nested too deeply") from None
+    except ValueError:  # an integer of thousands of digits
+        raise BadValue("damaged: a number with too many digits") from None

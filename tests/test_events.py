@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from engine.events import EventBus, Keyframe, LifecycleEvent, Replica, StepEvent
-from engine.trace import TraceError, TraceRecorder, read_trace, to_json
+from engine.trace import to_json
 from tests.support import Mirror, greedy, run_to_end, tiny_llm
 
 
@@ -30,7 +29,7 @@ def busy_life(llm, check=lambda: None):
     check()
 
 
-@pytest.mark.parametrize("num_blocks", [12, 64])
+@pytest.mark.parametrize("num_blocks", [9, 64])
 def test_events_reproduce_the_engine_at_every_moment(num_blocks):
     llm = tiny_llm(num_blocks=num_blocks)
     busy_life(llm, Mirror(llm).check)
@@ -95,53 +94,27 @@ def test_no_text_in_any_event():
     assert "secret" not in records and (not text.strip() or text not in records)
 
 
-def test_trace_replays_to_the_same_state(tmp_path):
-    llm = tiny_llm(num_blocks=12)
-    path = tmp_path / "life.jsonl"
-    with TraceRecorder(llm.engine.events, path, period=0.001):
-        busy_life(llm)
-    trace = read_trace(path)
-    replica = Replica(trace.keyframe)
-    for event in trace.events:
+@pytest.mark.parametrize("since", [0, 5, 9, 14, 999])
+@pytest.mark.parametrize("capacity", [7, 40, 8192])
+def test_recording_leads_from_the_end_of_a_step_to_now(capacity, since):
+    llm = tiny_llm(num_blocks=9)
+    bus = llm.engine.events
+    bus._capacity = capacity
+    busy_life(llm)
+    keyframe, events = bus.recording(since)
+    replica = Replica(keyframe)
+    for event in events:
         replica.apply(event)
-    now = llm.engine.events.read().keyframe
-    assert replace(replica.keyframe(), time=0) == replace(now, time=0)
-    assert trace.events == llm.engine.events.read(0).events
-
-
-def test_recorder_that_is_overrun_starts_again_with_a_keyframe(tmp_path):
-    llm = tiny_llm()
-    path = tmp_path / "gap.jsonl"
-    bus = EventBus(llm.engine.info, "continuous", 0.0, capacity=3)
-    with TraceRecorder(bus, path, period=1000.0):
-        for number in range(10):
-            bus.publish(LifecycleEvent(0, 1.0, 0, "submitted", str(number)))
-    trace = read_trace(path)
-    assert trace.keyframe.seq == 10 and len(trace.keyframe.requests) == 10 and trace.events == []
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda lines: ["hello", *lines], "damaged"),
-        (lambda lines: ['{"a": 1}', *lines], "not a Glass Engine trace"),
-        (lambda lines: [], "not a Glass Engine trace"),
-        (lambda lines: ['{"format": "glass-engine-trace", "version": 99}', *lines[1:]], "version 99"),
-        (lambda lines: [lines[0], *lines[2:]], "keyframe"),
-        (lambda lines: [*lines[:4], lines[4][:20]], "line 5"),
-        (lambda lines: [*lines[:4], *lines[6:]], "line 5"),
-        (lambda lines: [*lines[:3], '{"type": "party"}'], "not a trace record"),
-        (lambda lines: [*lines[:3], "[1, 2]"], "not a trace record"),
-    ],
-)
-def test_damaged_or_foreign_traces_are_named(tmp_path, damage, message):
-    llm = tiny_llm()
-    path = tmp_path / "trace.jsonl"
-    with TraceRecorder(llm.engine.events, path):
-        busy_life(llm)
-    path.write_text("\n".join(damage(path.read_text().splitlines())), encoding="utf-8")
-    with pytest.raises(TraceError, match=message):
-        read_trace(path)
+    now = bus.read().keyframe
+    assert replica.keyframe() == now
+    assert len(events) <= capacity and all(event.step >= since - 1 for event in events)
+    steps = [event.step for event in events if isinstance(event, StepEvent)]
+    last = bus.read(now.seq - 1).events[0].step
+    if capacity == 8192:  # nothing is lost: all that was asked for is there
+        assert steps == list(range(max(1, since), last + 1))
+        assert keyframe.step == max(0, min(since - 1, last))
+    else:
+        assert steps == list(range(keyframe.step + 1, last + 1))
 
 
 def test_keyframe_is_immutable_and_a_copy():

@@ -9,9 +9,13 @@ import pytest
 
 from engine import SamplingParams
 from engine.events import EngineInfo, EventBus, LifecycleEvent, Replica, SlotUse, StepEvent, StepTimes
+from engine.trace import Trace, TraceError
 from tests.support import tiny_llm
+from tests.test_events import busy_life
 from visualizer.feed import Feed
-from visualizer.measures import MIN_TOKENS, Measures
+from visualizer.frames import MARKED, moments, trace_frames
+from visualizer.measures import MIN_TOKENS, Measures, percentile
+from visualizer.tracks import Tracks
 
 INFO = EngineInfo("tiny", "float32", "cpu", 4, 16, 4, 32, 64)
 
@@ -20,19 +24,11 @@ def poll(feed: Feed, cursor: str | None) -> dict:
     return json.loads("{" + feed.read(cursor) + "}")
 
 
-class Viewer:
-    """What the page's store does with frames, in Python."""
+class Picture:
+    """What the page's store makes of frames, in Python."""
 
-    def __init__(self, feed: Feed):
-        self.feed = feed
-        self.cursor: str | None = None
+    def __init__(self) -> None:
         self.keyframes = 0
-
-    def poll(self) -> None:
-        answer = poll(self.feed, self.cursor)
-        self.cursor = answer["cursor"]
-        for frame in answer["frames"]:
-            self.apply(frame)
 
     def apply(self, frame: dict) -> None:
         if info := frame.get("info"):
@@ -40,18 +36,38 @@ class Viewer:
             self.blocks = [("free", (), -1, 0, 0)] * info["num_blocks"]
             self.steps: list = []
             self.bins: list = []
+            self.marks: list = []
         for block, state, owners, index, refs, filled, _ in frame["blocks"]:
             self.blocks[block] = (state, tuple(owners), index, refs, filled)
         self.steps += frame["steps"]
         self.bins += frame["bins"]
+        self.marks += frame["marks"]
         self.slots = {slot: key for slot, key, *_ in frame["slots"]}
         self.strip = frame["strip"]
+        self.t = frame["t"]
+
+
+class Viewer(Picture):
+    """One who polls a feed."""
+
+    def __init__(self, feed: Feed):
+        super().__init__()
+        self.feed = feed
+        self.cursor: str | None = None
+
+    def poll(self) -> None:
+        answer = poll(self.feed, self.cursor)
+        self.cursor = answer["cursor"]
+        for frame in answer["frames"]:
+            self.apply(frame)
 
 
 def seen_by_engine(llm, feed: Feed) -> tuple[list, dict]:
     """Blocks and slots from the bus itself, with request ids replaced by their public numbers."""
-    replica = Replica(llm.engine.events.read().keyframe)
-    key = feed._tracks.key
+    return picture_of(Replica(llm.engine.events.read().keyframe), feed._framer.tracks.key)
+
+
+def picture_of(replica: Replica, key) -> tuple[list, dict]:
     blocks = [
         (b.state, tuple(key(owner) for owner in b.owners), b.table_index, b.ref_count, b.filled)
         for b in replica.blocks
@@ -184,3 +200,68 @@ def test_a_request_is_told_from_queue_to_end():
     state = feed.request("c")
     assert (state.state, state.slot, state.num_output, state.key) == ("finished", None, 5, 3)
     assert state.rate > 0 and state.ttft > 0
+
+
+@pytest.mark.parametrize("num_blocks", [9, 64])
+def test_a_frame_is_one_moment(num_blocks):
+    """Every frame of a trace shows the engine after one step more, or after what came between two steps."""
+    llm = tiny_llm(num_blocks=num_blocks)
+    busy_life(llm)
+    trace = Trace(*llm.engine.events.recording())
+    keys = {e.request_id: n for n, e in enumerate((e for e in trace.events if e.step == 0), 1)}
+    frames = [json.loads(frame) for frame in trace_frames(trace)]
+    picture, replica = Picture(), Replica(trace.keyframe)
+    groups = list(moments(trace.events))
+    assert [event for group in groups for event in group] == trace.events
+    picture.apply(frames[0])
+    for frame, group in zip(frames[1:], groups, strict=True):
+        for event in group:
+            replica.apply(event)
+        picture.apply(frame)
+        assert len(frame["steps"]) <= 1
+        assert (picture.blocks, picture.slots) == picture_of(replica, keys.__getitem__)
+        states = [block.state for block in replica.blocks]
+        strip = frame["strip"]
+        assert strip["held"] == states.count("used") + states.count("reserved")
+        assert (strip["cached"], strip["free"]) == (states.count("cached"), states.count("free"))
+        assert strip["running"] + strip["waiting"] == len(replica.requests)
+        owned = [block for block in replica.blocks if block.owners]
+        assert strip["empty_tokens"] == sum(4 - block.filled for block in owned)
+    assert [frame["n"] for frame in frames] == list(range(frames[0]["n"], frames[0]["n"] + len(frames)))
+    times = [frame["t"] for frame in frames]
+    assert times == sorted(times) and times[0] == 0
+    seen = {(e.step, e.kind, keys[e.request_id]) for e in trace.events if getattr(e, "kind", "") in MARKED}
+    marked = {(step, kind, key) for step, _, kind, key in picture.marks}
+    assert marked <= seen and {kind for _, kind, _ in marked} >= {"injected", "finished", "resumed"}
+    assert ("preempted" in {kind for _, kind, _ in marked}) == (num_blocks == 9)
+    with pytest.raises(TraceError, match="too long to be shown"):
+        trace_frames(trace, most_chars=10_000)
+
+
+def test_steps_that_come_too_fast_share_frames():
+    events = [step_event(step) for step in range(1, 101)]
+    for most, sizes in ((100, {1}), (50, {2}), (24, {5}), (7, {15, 10}), (1, {100})):
+        groups = list(moments(events, most))
+        assert len(groups) <= most and {len(group) for group in groups} == sizes
+        assert [event for group in groups for event in group] == events
+    assert list(moments([], 5)) == []
+    pause = [LifecycleEvent(0, time, 0, "submitted", str(time)) for time in (0.0, 0.1, 5.0, 5.1)]
+    assert [len(group) for group in moments(pause)] == [2, 2]
+
+
+def test_latency_percentiles_are_of_tokens_and_requests():
+    measures = Measures(INFO)
+    measures.step(step_event(1))
+    for seconds in range(1, 21):
+        measures.first_token("continuous", float(seconds))
+    measures.gaps("continuous", [0.01] * 90 + [0.5] * 10)
+    assert measures.numbers("continuous", 0.0)["latency"] == {"continuous": [10.0, 19.0, 0.01, 0.5]}
+    assert percentile([], 0.5) is None
+    tracks, step = Tracks(), step_event(1)
+    replica = Replica.empty(INFO, "continuous", 0.0)
+    replica.apply(LifecycleEvent(0, 0.0, 0, "submitted", "r0", num_tokens=3))
+    tracks.follow(replica)
+    assert tracks.step(step) == []  # its first token: no gap
+    assert tracks.step(step_event(2)) == [pytest.approx(0.1)]
+    assert tracks.step(step_event(5)) == [pytest.approx(0.3)]
+    assert tracks.get("r0").num_output == 3

@@ -15,7 +15,8 @@ from engine import SamplingParams
 from tests.support import tiny_llm
 from visualizer import EngineHost, build_app
 from visualizer.examples import EXAMPLES
-from visualizer.routes import MAX_BODY, STATIC, StaticFiles
+from visualizer.http import MAX_BODY
+from visualizer.routes import STATIC, StaticFiles
 from visualizer.visitors import GRACE, MAX_ACTIVE_PER_VISITOR, Prompt, Refused, Visitors
 
 SECRET = "my-secret-question"
@@ -69,7 +70,7 @@ def test_an_answer_arrives_piece_by_piece(host, client):
     (card,) = host.live.visitors._by_token[token].cards.values()
     assert text == card.handle.result(1).outputs[0].text
     assert card.handle.num_output_tokens == 60
-    assert poll(client, token, have=held)["own"] == {"numbers": [1], "cards": []}
+    assert poll(client, token, have=held)["own"] == {"numbers": [1], "cards": [], "sandbox": None}
 
 
 def test_nobody_sees_anothers_text(host, client):
@@ -102,7 +103,7 @@ def test_only_the_owner_stops_a_request(host, client):
     )[0]
     assert card["told"]["finish"] == "abort"
     host.live.visitors.clear_finished("owner")
-    assert poll(client, token)["own"] == {"numbers": [], "cards": []}
+    assert poll(client, token)["own"] == {"numbers": [], "cards": [], "sandbox": None}
 
 
 def test_limits_are_said_and_queue_nothing(host):
@@ -123,7 +124,7 @@ def poll_numbers(host, session: str) -> list[int]:
 def test_the_gone_are_cleaned_up(host):
     """A closed tab, and one that fell silent, end their requests; a visitor who polls stays."""
     now = [100.0]
-    visitors = Visitors(host.live.runner, host.live.feed, clock=lambda: now[0])
+    visitors = Visitors(host.live.runner, host.live.feed, host.live.sandboxes, clock=lambda: now[0])
     stays, silent = visitors.open("stays"), visitors.open("silent")
     for session in ("stays", "silent", "closed"):
         visitors.submit(session, [prompt(host, max_tokens=230)])

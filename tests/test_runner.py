@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from engine import EngineRunner, RequestHandle, SamplingParams
+from engine import EngineRunner, RequestHandle, SamplingParams, Turns
 from engine.detokenizer import make_decoder
 from tests.support import assert_clean, assert_solo, greedy, tiny_llm
 
@@ -215,6 +215,7 @@ def test_pausing_while_it_drains_does_not_stop_it():
             runner.pause()
         except RuntimeError:
             break
+        time.sleep(0.001)  # without it this thread, not the engine's, would have Python nearly all the time
     assert handle.result(20).outputs[0].finish_reason == "length"
     runner.shutdown(timeout=20)
     assert not llm.engine.is_driven
@@ -325,3 +326,54 @@ def test_idle_runner_waits_without_spinning():
     time.sleep(0.5)
     assert time.process_time() - before < 0.25
     runner.shutdown(timeout=20)
+
+
+def test_turns_are_taken_in_the_order_of_asking():
+    turns, order, asked = Turns(), [], []
+
+    def work(number):
+        asked.append(number)
+        with turns:
+            order.append(number)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(20)]
+    with turns:
+        for number, thread in enumerate(threads):
+            thread.start()
+            while len(turns._queue) <= number:  # until it stands in line
+                time.sleep(0.001)
+        assert order == []
+    for thread in threads:
+        thread.join(20)
+    assert order == asked == list(range(20))
+    with turns:  # free again
+        pass
+    assert not turns._taken
+
+
+def test_engines_that_share_a_model_step_one_at_a_time_and_all_get_on(monkeypatch):
+    turns, inside, most = Turns(), [], []
+    runners = []
+    for _ in range(3):
+        llm = tiny_llm()
+        step = llm.engine.step
+
+        def counted(step=step):
+            inside.append(1)
+            most.append(len(inside))
+            outputs = step()
+            inside.pop()
+            return outputs
+
+        monkeypatch.setattr(llm.engine, "step", counted)
+        runners.append(EngineRunner(llm.engine, turns))
+    for runner in runners:
+        runner.pause()
+    handles = [runner.submit([n], greedy(40)) for n, runner in enumerate(runners)]
+    for runner in runners:
+        runner.resume()
+    for number, handle in enumerate(handles):
+        assert_solo([number], handle.result(30).outputs[0].token_ids)
+    assert set(most) == {1}
+    for runner in runners:
+        runner.shutdown(timeout=20)

@@ -11,6 +11,9 @@ from typing import Any
 from engine import EngineRunner
 from engine.request_factory import check_text
 from visualizer.feed import Feed
+from visualizer.races import Races
+from visualizer.sandbox import Sandboxes
+from visualizer.siblings import Siblings
 from visualizer.visitors import Visitors
 
 Progress = Callable[[str, float], None]
@@ -23,6 +26,8 @@ class LiveEngine:
     runner: EngineRunner
     feed: Feed
     visitors: Visitors
+    races: Races
+    sandboxes: Sandboxes
     tokenizer: Any
 
     def chat_ids(self, text: str) -> list[int]:
@@ -78,16 +83,19 @@ class EngineHost:
         threading.Thread(target=work, name="glass-loader", daemon=True).start()
 
     def attach(self, llm) -> None:
-        runner = EngineRunner(llm.engine)
+        siblings = Siblings(llm)
+        runner = EngineRunner(llm.engine, siblings.turns)
         feed = Feed(llm.engine.events).start()
-        visitors = Visitors(runner, feed)
-        self.live = LiveEngine(runner, feed, visitors, llm.tokenizer)
-        threading.Thread(target=self._reap, args=(visitors,), name="glass-reaper", daemon=True).start()
+        sandboxes = Sandboxes(siblings)
+        visitors = Visitors(runner, feed, sandboxes)
+        self.live = LiveEngine(runner, feed, visitors, Races(siblings), sandboxes, llm.tokenizer)
+        threading.Thread(target=self._reap, args=(self.live,), name="glass-reaper", daemon=True).start()
         self.state = "ready"
 
-    def _reap(self, visitors: Visitors) -> None:
+    def _reap(self, live: LiveEngine) -> None:
         while not self._closing.wait(2.0):
-            visitors.reap()
+            live.visitors.reap()
+            live.sandboxes.reap()
 
     def status(self) -> dict[str, Any]:
         """What a page says while there is no engine, as JSON data."""
@@ -104,4 +112,6 @@ class EngineHost:
         self._closing.set()
         if self.live:
             self.live.feed.close()
+            self.live.races.close()
+            self.live.sandboxes.close_all()
             self.live.runner.shutdown(drain=False)

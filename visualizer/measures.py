@@ -8,7 +8,9 @@ single request does not count: there is nothing to schedule then, and all modes 
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -20,7 +22,14 @@ BIN = 0.5  # seconds of busy time behind one point of the throughput chart
 MAX_BINS = 600
 MIN_TOKENS = 100  # below this a mode's mean is not good enough for a speed-up
 LONGEST_GAP = 0.25  # between two steps of a busy engine; a longer one is a pause, and not counted
+LATENCY_PERIOD = 0.5  # seconds between two looks at the percentiles
 SLOWEST_RATE_AGE = 1.0  # after so many seconds without a step, the engine makes 0 tokens per second
+
+
+def percentile(values: Iterable[float], share: float) -> float | None:
+    """The smallest value that at least `share` of the values do not exceed; None of none."""
+    ranked = sorted(values)
+    return ranked[max(0, math.ceil(share * len(ranked)) - 1)] if ranked else None
 
 
 @dataclass
@@ -32,6 +41,9 @@ class ModeTotals:
     idle_slot_steps: int = 0  # of these, somebody was waiting
     slot_steps: int = 0
     ttft: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=512))  # between tokens of one request
+    latency: list[float | None] = field(default_factory=list)  # as shown: see `Measures._latency`
+    latency_time: float = -math.inf
 
     @property
     def mean(self) -> float:
@@ -77,8 +89,30 @@ class Measures:
         self._add_to_bin(event.mode, tokens, busy)
         self._last = event
 
+    def pause(self) -> None:
+        """The next step does not follow on the last one: the time between them is nobody's."""
+        self._last = None
+
     def first_token(self, mode: str, seconds: float) -> None:
         self.of(mode).ttft.append(seconds)
+
+    def gaps(self, mode: str, seconds: list[float]) -> None:
+        """Note the time between tokens: one for each token that is not its request's first."""
+        self.of(mode).gaps.extend(seconds)
+
+    def _latency(self, totals: ModeTotals) -> list[float | None]:
+        """TTFT median and 95th percentile, time between tokens likewise, in seconds; None if unknown.
+
+        They are of the last 64 requests and 512 tokens. Sorting takes time, so twice a second must do.
+        """
+        now = self._last.time if self._last else 0.0
+        if now >= totals.latency_time + LATENCY_PERIOD or None in totals.latency:
+            parts = [
+                percentile(values, share) for values in (totals.ttft, totals.gaps) for share in (0.5, 0.95)
+            ]
+            totals.latency = [None if part is None else round(part, 4) for part in parts]
+            totals.latency_time = now
+        return totals.latency
 
     def _busy_seconds(self, event: StepEvent) -> float:
         """Time since the last step if there was work all the while, else the step's own time."""
@@ -130,6 +164,7 @@ class Measures:
             "step": last.step if last else 0,
             "rate": round(self.rate(quiet), 1),
             "ttft": round(median(totals.ttft), 3) if totals.ttft else None,
+            "latency": {name: self._latency(t) for name, t in self.totals.items()},
             "step_ms": round(1000 * sum(steps) / len(steps), 1) if steps else None,
             "wasted": totals.idle_slot_steps,
             "slot_steps": totals.slot_steps,

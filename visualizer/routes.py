@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import json
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from visualizer.feed import dumps
+from visualizer.frames import dumps
 from visualizer.host import EngineHost
+from visualizer.http import NEVER_KEEP, HeavyWork, json_answer, read_json
+from visualizer.lab_routes import build_lab_routes
+from visualizer.trace_routes import build_trace_routes
 
 PREFIX = "/gradio_api/glass"
 STATIC = Path(__file__).parent / "static"
-MAX_BODY = 16_384  # bytes
 _TYPES = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8"}
 _FOREVER = {"Cache-Control": "public, max-age=31536000, immutable"}
-_NEVER = {"Cache-Control": "no-store"}
 
 
 class StaticFiles:
@@ -47,8 +46,11 @@ def plotly_script() -> bytes:
 
 
 def build_routes(host: EngineHost, static: StaticFiles) -> APIRouter:
-    """The routes: feed (public), poll and stop (one visitor's own), scripts."""
+    """The routes: feed (public), poll and stop (one visitor's own), scripts; traces, races, sandboxes."""
     router = APIRouter(prefix=PREFIX)
+    work = HeavyWork()
+    router.include_router(build_trace_routes(host, work))
+    router.include_router(build_lab_routes(host, work))
 
     def public(cursor: str | None) -> str:
         members = f'"status":{dumps(host.status())}'
@@ -57,35 +59,45 @@ def build_routes(host: EngineHost, static: StaticFiles) -> APIRouter:
     @router.get("/feed")
     def feed(cursor: str | None = None) -> Response:
         """Frames since the cursor. Everybody may read it: it holds no text."""
-        return _json("{" + public(cursor) + "}")
+        return json_answer("{" + public(cursor) + "}")
 
     @router.post("/poll")
     async def poll(request: Request) -> Response:
-        """Frames since the cursor, and what is new on the cards of the token's visitor."""
-        body = await _body(request)
+        """Frames since the cursor, and what is new on the cards of the token's visitor.
+
+        With `source: "sandbox"`, the frames are those of the visitor's own sandbox, if it has one.
+        """
+        body = await read_json(request)
         cursor, token, have = body.get("cursor"), body.get("token"), body.get("have")
-        members = public(cursor if isinstance(cursor, str) else None)
+        cursor = cursor if isinstance(cursor, str) else None
+        sandbox = None
+        if host.live and isinstance(token, str) and body.get("source") == "sandbox":
+            sandbox = host.live.sandboxes.get(token)
+        if sandbox:
+            members = f'"status":{dumps(host.status())},"source":"sandbox",{sandbox.read(cursor)}'
+        else:
+            members = f'"source":"live",{public(cursor)}'
         if host.live and isinstance(token, str):
             own = host.live.visitors.view(token, have if isinstance(have, dict) else {})
             members += f',"own":{dumps(own)}'
-        return _json("{" + members + "}")
+        return json_answer("{" + members + "}")
 
     @router.post("/stop")
     async def stop(request: Request) -> Response:
         """Stop one of the visitor's own requests."""
-        body = await _body(request)
+        body = await read_json(request)
         token, card = body.get("token"), body.get("card")
         done = False
         if host.live and isinstance(token, str) and isinstance(card, int):
             done = await run_in_threadpool(host.live.visitors.stop, token, card)
-        return _json(dumps({"stopped": done}))
+        return json_answer(dumps({"stopped": done}))
 
     @router.get("/static/{version}/{name}")
     def script(version: str, name: str) -> Response:
         content = static.files.get(name)
         if content is None:
             return Response(status_code=404)
-        headers = _FOREVER if version == static.version else _NEVER
+        headers = _FOREVER if version == static.version else NEVER_KEEP
         return Response(content, media_type=_TYPES.get(Path(name).suffix), headers=headers)
 
     @router.get("/plotly/{version}/plotly.min.js")
@@ -94,21 +106,3 @@ def build_routes(host: EngineHost, static: StaticFiles) -> APIRouter:
         return Response(plotly_script(), media_type=_TYPES[".js"], headers=headers)
 
     return router
-
-
-def _json(text: str) -> Response:
-    return Response(text, media_type="application/json", headers=_NEVER)
-
-
-async def _body(request: Request) -> dict[str, Any]:
-    """The JSON object in a request; an empty one if it is too large, or not that."""
-    data = b""
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > MAX_BODY:
-            return {}
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError):
-        return {}
-    return body if isinstance(body, dict) else {}

@@ -22,6 +22,7 @@ class Track:
     cached: int = 0
     preemptions: int = 0
     first_token_time: float | None = None
+    last_token_time: float | None = None
     end_time: float | None = None
     num_output: int = 0
     reason: str = ""
@@ -62,11 +63,19 @@ class Tracks:
         self._tracks[view.request_id] = track
         return track
 
-    def step(self, event: StepEvent) -> None:
+    def step(self, event: StepEvent) -> list[float]:
+        """Count a step's tokens. Seconds between each of them and its request's token before."""
+        gaps = []
         for use in event.slots:
             track = self._tracks.get(use.request_id)
-            if track and track.end_time is None:  # one that ended in this step said how many it has
+            if track is None or not use.num_sampled:
+                continue
+            if track.end_time is None:  # one that ended in this step said how many it has
                 track.num_output += use.num_sampled
+            if track.last_token_time is not None:
+                gaps.append(event.time - track.last_token_time)
+            track.last_token_time = event.time
+        return gaps
 
     def transition(self, event: LifecycleEvent, replica: Replica) -> None:
         """Note one transition. `replica` is the state just after it."""

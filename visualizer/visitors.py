@@ -16,6 +16,7 @@ from typing import Any
 
 from engine import EngineRunner, RequestHandle, SamplingParams
 from visualizer.feed import Feed
+from visualizer.sandbox import Sandboxes
 
 MAX_ACTIVE = 256  # requests of all visitors together
 MAX_ACTIVE_PER_VISITOR = 64
@@ -42,6 +43,8 @@ class Card:
     number: int
     text: str
     handle: RequestHandle
+    feed: Feed  # of the engine that was asked
+    where: str  # "live" | "sandbox"
 
 
 @dataclass
@@ -59,9 +62,10 @@ class Visitor:
 class Visitors:
     """All visitors, by Gradio session and by token. Safe to use from any thread."""
 
-    def __init__(self, runner: EngineRunner, feed: Feed, clock=time.monotonic):
+    def __init__(self, runner: EngineRunner, feed: Feed, sandboxes: Sandboxes, clock=time.monotonic):
         self._runner = runner
         self._feed = feed
+        self._sandboxes = sandboxes
         self._clock = clock
         self._lock = threading.RLock()
         self._by_session: dict[str, Visitor] = {}
@@ -79,15 +83,21 @@ class Visitors:
             return visitor.token
 
     def close(self, session: str) -> None:
-        """The page is gone: end its running requests and forget its texts."""
+        """The page is gone: end its running requests, forget its texts, free its sandbox."""
         with self._lock:
             visitor = self._by_session.pop(session, None)
             if visitor is None:
                 return
             del self._by_token[visitor.token]
+        self._sandboxes.close(visitor.token)
         for card in visitor.cards.values():
             if not card.handle.finished:
                 card.handle.abort()
+
+    def knows(self, token: str) -> bool:
+        """Whether this is the token of a page that is open."""
+        with self._lock:
+            return token in self._by_token
 
     def reap(self) -> None:
         """Close the visitors who stopped polling: a laptop that was shut, a phone out of reach."""
@@ -100,7 +110,10 @@ class Visitors:
     # -- asking and stopping ----------------------------------------------------------------------
 
     def submit(self, session: str, prompts: list[Prompt]) -> None:
-        """Queue prompts in one go. Raises Refused, and queues none, if one is bad or there are too many."""
+        """Queue prompts in one go: in the visitor's sandbox while it has one, else in the live engine.
+
+        Raises Refused, and queues none, if one is bad or there are too many.
+        """
         with self._lock:
             visitor = self._by_token[self.open(session)]
             mine = visitor.num_active
@@ -115,14 +128,17 @@ class Visitors:
                     f"The engine is busy with {everyone} requests of all visitors; {MAX_ACTIVE} is the most. "
                     "Please try again in a moment."
                 )
+            sandbox = self._sandboxes.get(visitor.token, use=True)
+            runner, feed = (sandbox.runner, sandbox.feed) if sandbox else (self._runner, self._feed)
+            where = "sandbox" if sandbox else "live"
             try:
-                handles = self._runner.submit_all([(prompt.token_ids, prompt.params) for prompt in prompts])
+                handles = runner.submit_all([(prompt.token_ids, prompt.params) for prompt in prompts])
             except ValueError as error:
                 raise Refused(f"The engine refused this request: {error}") from error
             for prompt, handle in zip(prompts, handles, strict=True):
                 number = visitor.next_number
                 visitor.next_number += 1
-                visitor.cards[number] = Card(number, prompt.text, handle)
+                visitor.cards[number] = Card(number, prompt.text, handle, feed, where)
             self._drop_oldest(visitor)
 
     @staticmethod
@@ -169,25 +185,30 @@ class Visitors:
                 return None
             visitor.last_seen = self._clock()
             cards = list(visitor.cards.values())
+        sandbox = self._sandboxes.get(token)
+        if sandbox:
+            sandbox.feed.tick()
         changed = [self._card(card, _held(have.get(str(card.number)))) for card in cards]
         return {
             "numbers": [card.number for card in cards],
             "cards": [view for view in changed if view is not None],
+            "sandbox": self._sandboxes.status(token),
         }
 
     def _card(self, card: Card, held: tuple[int, int] | None) -> dict[str, Any] | None:
         handle = card.handle
         finished = handle.finished  # before the text: a finished handle has all of it
         text = handle.text
-        told = self._feed.request(handle.request_id)
+        told = card.feed.request(handle.request_id)
         state = told._asdict() if told else {"state": "waiting", "place": 0}
+        state["where"] = card.where
         if finished:
             state |= {"state": "finished", "finish": handle.finish_reason, "error": handle.error}
             state["num_output"] = handle.num_output_tokens
         elif state["state"] == "finished":
             state["state"] = "decode"  # the events are ahead of the handle: its last text comes next
         elif state["place"] == 1:
-            state["reason"] = self._feed.wait_reason
+            state["reason"] = card.feed.wait_reason
         stamp = zlib.crc32(repr(state).encode())
         if held == (len(text), stamp):
             return None

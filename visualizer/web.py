@@ -7,6 +7,7 @@ import plotly
 from fastapi import FastAPI
 
 from visualizer.host import EngineHost
+from visualizer.http import HttpError
 from visualizer.panel import build_page
 from visualizer.routes import STATIC, StaticFiles, build_routes
 
@@ -20,6 +21,7 @@ def build_app(host: EngineHost, root_path: str | None = None) -> FastAPI:
     root_path: where a proxy shows the page, if not at its root ("/glass").
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(HttpError, lambda request, error: error.answer())
     static = StaticFiles()
     app.include_router(build_routes(host, static))
     return gr.mount_gradio_app(
