@@ -82,8 +82,9 @@ export function mountStrip(root, store) {
     } else {
       const naive = (strip.means.naive?.[1] || 0) >= strip.least;
       const here = (strip.mode === 'naive') !== naive; // this mode is the one that is missing
-      const missing = naive ? 'another mode' : 'naive mode';
-      fast('–', '', here ? 'speed-up: measuring' : `speed-up: run ${missing} too`);
+      const missing = naive ? 'another mode' : 'naive';
+      const begun = !naive && strip.means.naive; // some, but too little for a figure
+      fast('–', '', here ? 'speed-up: measuring' : `speed-up: run ${begun ? 'more ' : ''}${missing}${begun ? '' : ' too'}`);
     }
   }
 }

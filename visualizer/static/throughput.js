@@ -1,6 +1,6 @@
 // Throughput by mode: one Plotly chart, made once and then only updated.
 
-import { el, figure, heading, setText } from './dom.js';
+import { el, figure, heading } from './dom.js';
 import { MODES, inks, onThemeChange } from './theme.js';
 
 const HEIGHT = 232;
@@ -46,9 +46,16 @@ export function mountThroughput(root, store, links) {
     }
     drawn = stamp;
     plotly.react(plot, traces(), layout(), { displayModeBar: false, responsive: false, staticPlot: false, displaylogo: false });
-    setText(note, MODES.filter((mode) => store.strip.means[mode])
-      .map((mode) => `${mode} ${figure(store.strip.means[mode][0])}`).join(' · '));
-    plot.setAttribute('aria-label', `Throughput, mean output tokens per second with several requests: ${note.textContent}`);
+    showMeans();
+    plot.setAttribute('aria-label', `Throughput, mean output tokens per second with several requests: ${[...note.children].map((key) => key.textContent).join(', ')}`);
+  }
+
+  /** The means in words, each in its curve's colour: on the chart they would lie on other curves. */
+  function showMeans() {
+    const means = MODES.filter((mode) => store.strip.means[mode])
+      .map((mode) => [mode, `${mode} ${figure(store.strip.means[mode][0])}`]);
+    if (note.textContent === means.map(([, words]) => words).join('')) return;
+    note.replaceChildren(...means.map(([mode, words]) => el('span', { class: 'glass-key', 'data-mode': mode }, words)));
   }
 
   /** Runs of bins of one mode: [mode, bins]. */
@@ -86,25 +93,16 @@ export function mountThroughput(root, store, links) {
   function layout() {
     const ink = inks();
     const shapes = [];
-    const annotations = [];
-    const labelled = new Set();
-    for (const [mode, bins] of runs().reverse()) {
+    for (const [mode, bins] of runs()) {
       const mean = store.strip.means[mode]?.[0];
       if (mean === undefined) continue;
       const [from, to] = [bins[0][0], bins[bins.length - 1][0]];
       shapes.push({ type: 'line', x0: from, x1: to, y0: mean, y1: mean, line: { color: ink[mode], width: 1, dash: 'dash' } });
-      if (labelled.has(mode)) continue;
-      labelled.add(mode);
-      const top = Math.max(...bins.map((bin) => bin[1]), mean);
-      annotations.push({
-        x: (from + to) / 2, y: top, text: `<b>${mode} ${figure(mean)}</b>`, showarrow: false, yshift: 11,
-        font: { color: ink.ink, size: 11 },
-      });
     }
     const axis = { color: ink.muted, gridcolor: ink.line, zeroline: false, fixedrange: true, tickfont: { size: 10.5 } };
     return {
       height: HEIGHT, width: root.querySelector('.glass-plot-frame').clientWidth, margin: { l: 40, r: 12, t: 20, b: 34 },
-      paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)', showlegend: false, shapes, annotations,
+      paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)', showlegend: false, shapes,
       font: { family: ink.font, color: ink.muted, size: 11 }, hovermode: 'closest', uirevision: 'glass',
       xaxis: { ...axis, showgrid: false, title: { text: 'seconds of work', standoff: 4, font: { size: 10.5 } } },
       yaxis: { ...axis, rangemode: 'tozero', nticks: 5 },

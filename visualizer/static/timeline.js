@@ -151,15 +151,18 @@ export function mountTimeline(root, store) {
 
   function drawModes(context, ink) {
     const { shown, rows, row } = shape;
-    for (let i = 1; i < shown.length; i += 1) {
+    context.textAlign = 'left';
+    context.font = `600 10.5px ${ink.font}`;
+    context.fillStyle = ink.ink;
+    let free = Infinity; // from the right: of names that would lie on each other, the latest is written
+    for (let i = shown.length - 1; i > 0; i -= 1) {
       if (shown[i].mode === shown[i - 1].mode) continue;
-      context.fillStyle = ink.ink;
       context.fillRect(x(i) - 1, 2, 1.5, TOP + rows * row);
-      context.textAlign = 'left';
-      context.font = `600 10.5px ${ink.font}`;
+      if (x(i) + 8 + context.measureText(shown[i].mode).width > free) continue;
       context.fillText(shown[i].mode, x(i) + 4, 6);
-      context.font = `10.5px ${ink.font}`;
+      free = x(i);
     }
+    context.font = `10.5px ${ink.font}`;
   }
 
   function drawMarks(context, ink) {
@@ -207,7 +210,9 @@ export function mountTimeline(root, store) {
     context.fillStyle = ink.muted;
     context.textAlign = 'center';
     shown.forEach((column, i) => {
-      if (column.step % every === 0) context.fillText(count(column.step), Math.max(LEFT + 8, x(i)), y + 10);
+      const words = count(column.step);
+      const fits = x(i) - context.measureText(words).width / 2 > LEFT - 4; // else it would meet the word on its left
+      if (column.step % every === 0 && fits) context.fillText(words, x(i), y + 10);
     });
     context.textAlign = 'right';
     context.fillText('step', LEFT - 6, y + 10);
