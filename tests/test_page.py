@@ -261,9 +261,7 @@ def test_a_busy_port_is_named():
 
 
 def test_options():
-    args = entry.parse_args(
-        ["--model", "m", "--mode", "static", "--max-num-seqs", "4", "--port", "1234"]
-    )
+    args = entry.parse_args(["--model", "m", "--mode", "static", "--max-num-seqs", "4", "--port", "1234"])
     assert (args.model, args.mode, args.max_num_seqs, args.port) == ("m", "static", 4, 1234)
     assert (args.num_blocks, args.max_model_len) == (128, 512)
 

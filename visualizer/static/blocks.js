@@ -5,6 +5,8 @@ import { hatch, inks, nobody, slotLetter, slotLook } from './theme.js';
 import { explorable } from './tooltip.js';
 
 const GAP = 3;
+const ARROWS = 16; // between the pool and the block table under it
+const TABLE = 18;
 
 export function mountBlocks(root, store) {
   const { head, figure } = heading('KV block pool', 'One cell is one block of the KV cache.');
@@ -37,7 +39,8 @@ export function mountBlocks(root, store) {
     setText(figure, `${strip.held} of ${info.num_blocks} held${empty}`);
     shape = layout(info.num_blocks, frame.clientWidth);
     const { columns, rows, wide, tall } = shape;
-    const height = rows * (tall + GAP) + 3;
+    const pool = rows * (tall + GAP) + 3;
+    const height = pool + ARROWS + TABLE;
     const context = fitCanvas(canvas, frame.clientWidth, height);
     context.clearRect(0, 0, frame.clientWidth, height);
     const late = []; // borders go on top of their neighbours
@@ -50,7 +53,42 @@ export function mountBlocks(root, store) {
       if (block.written && block.written >= store.version - 1 && !dimmed(block)) late.push([x, y]);
     });
     late.forEach(([x, y]) => written(context, x, y, wide, tall, ink));
+    drawTable(context, pool + ARROWS, ink);
     say(describe());
+  }
+
+  /** The block table of the request that is brought out: its logical blocks, each with an arrow to where it lies. */
+  function drawTable(context, y, ink) {
+    const key = store.isolated;
+    const table = key === null ? [] : store.picture.table(key);
+    context.font = `11px ${ink.font}`;
+    context.textBaseline = 'middle';
+    context.textAlign = 'left';
+    context.fillStyle = ink.muted;
+    if (!table.length) {
+      const words = key === null ? 'Point at a request, here or in any panel, to see its block table; click to keep it.'
+        : `#${key} holds no blocks at this moment.`;
+      context.fillText(words, 2, y + TABLE / 2);
+      return;
+    }
+    const title = `Block table of #${key}:`;
+    context.fillText(title, 2, y + TABLE / 2);
+    const left = context.measureText(title).width + 10;
+    const slot = store.slotOf(key);
+    const look = slot === null ? nobody : slotLook(slot);
+    const each = Math.min(26, (frame.clientWidth - left - 4) / table.length);
+    const { columns, wide, tall } = shape;
+    table.forEach((number, index) => {
+      const x = left + index * each;
+      outline(context, x, y + 1, Math.max(2, each - 2), TABLE - 3, look.edge);
+      if (each >= 16) {
+        context.fillStyle = ink.ink;
+        context.textAlign = 'center';
+        context.fillText(`${index}`, x + each / 2 - 1, y + TABLE / 2);
+      }
+      const to = [2 + (number % columns) * (wide + GAP) + wide / 2, 2 + Math.floor(number / columns) * (tall + GAP) + tall - 2];
+      arrow(context, [x + each / 2 - 1, y], to, look.edge, table.length > 24 ? 0.5 : 0.85);
+    });
   }
 
   const dimmed = (block) => store.isolated !== null && !block.owners.includes(store.isolated);
@@ -206,6 +244,24 @@ function used(context, x, y, width, height, share, looks, ink) {
   });
   context.restore();
   outline(context, x, y, width, height, parts.length === 1 ? parts[0].edge : ink.muted);
+}
+
+/** A line that leaves upwards, and a head where it arrives from below. */
+function arrow(context, [x0, y0], [x1, y1], colour, alpha) {
+  context.globalAlpha = alpha;
+  context.strokeStyle = context.fillStyle = colour;
+  context.lineWidth = 1.2;
+  context.beginPath();
+  context.moveTo(x0, y0);
+  context.bezierCurveTo(x0, y0 - ARROWS, x1, y1 + ARROWS + 6, x1, y1 + 4);
+  context.stroke();
+  context.beginPath();
+  context.moveTo(x1, y1);
+  context.lineTo(x1 - 3, y1 + 5);
+  context.lineTo(x1 + 3, y1 + 5);
+  context.fill();
+  context.globalAlpha = 1;
+  context.lineWidth = 1;
 }
 
 function written(context, x, y, width, height, ink) {

@@ -78,6 +78,13 @@ function makeCard(card, store, feed) {
   root.addEventListener('pointerenter', isolate);
   root.addEventListener('focusin', isolate);
   root.addEventListener('pointerleave', () => store.isolate(null));
+  root.addEventListener('click', (event) => {
+    if (!event.target.closest('button') && getSelection().isCollapsed && card.key) store.pin(card.key);
+  });
+  root.addEventListener('keydown', (event) => {
+    if (event.key === 'Enter' && event.target === root && card.key) store.pin(card.key);
+    if (event.key === 'Escape') store.pin(null);
+  });
   root.addEventListener('focusout', () => store.isolate(null));
   return { card, look: null, root, badge, state, details, stop, way, answer };
 }
@@ -96,7 +103,7 @@ function updateCard(node, card, store) {
   setText(node.badge, card.state === 'finished' ? (SIGNS[card.finish] || '✓') : slotLetter(slot));
   setText(node.state, stateWords(card));
   setText(node.details, detailWords(card));
-  setText(node.way, wayWords(card, store.strip?.mode));
+  setText(node.way, wayWords(card, store.newest.strip?.mode));
   node.stop.hidden = card.state === 'finished';
   setText(node.answer, card.text + (card.error ? `\n${card.error}` : ''));
 }

@@ -11,6 +11,7 @@ import { Store } from './store.js';
 import { onThemeChange } from './theme.js';
 import { mountThroughput } from './throughput.js';
 import { mountTimeline } from './timeline.js';
+import { mountTransport } from './transport.js';
 
 const NOTICE_MS = 12000;
 const ANSWER_MS = 8000; // a prompt that the server has not taken by then goes back into its box
@@ -18,11 +19,13 @@ const ANSWER_MS = 8000; // a prompt that the server has not taken by then goes b
 /** Start the page. Returns what takes the values that Python sends: {token, notice, refused}. */
 export function start(hub, links) {
   const store = new Store();
+  window.glassStore = store; // for whoever looks under the hood from the browser's console
   const feed = new Feed(store, links, hub);
   const place = (name) => document.getElementById(`glass-${name}`);
   mountHeader(place('header'), store);
   mountLive(place('live'), store);
   mountStrip(place('strip'), store);
+  mountTransport(place('transport'), store);
   mountTimeline(place('timeline'), store);
   mountBlocks(place('blocks'), store);
   mountAnswersHead(place('answers-head'));
@@ -100,7 +103,7 @@ function followMode(store, links) {
   let asked = 0;
   document.getElementById('glass-mode').addEventListener('input', () => { clicked = performance.now(); });
   store.onChange(() => {
-    const mode = store.strip?.mode;
+    const mode = store.newest.strip?.mode;
     const shown = document.querySelector('#glass-mode input:checked')?.value;
     const now = performance.now();
     if (!mode || mode === shown || now - clicked < 1500 || now - asked < 500) return;

@@ -22,11 +22,13 @@ export function mountLive(root, store) {
   root.append(pill);
   const say = {
     connecting: () => 'connecting', loading: () => 'loading', failed: () => 'failed', lost: () => 'reconnecting',
-    ready: () => (store.strip ? `LIVE · step ${count(store.strip.step)}` : 'LIVE'),
+    ready: () => (store.newest.strip ? `LIVE · step ${count(store.newest.step)}` : 'LIVE'),
+    past: () => `PAUSED · step ${count(store.picture.step)}`,
   };
   store.onChange(() => {
-    pill.dataset.state = store.link.state;
-    setText(words, say[store.link.state]());
+    const state = store.link.state === 'ready' && !store.player.live ? 'past' : store.link.state;
+    pill.dataset.state = state;
+    setText(words, say[state]());
   });
 }
 

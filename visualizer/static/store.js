@@ -1,29 +1,38 @@
-// What the page knows: the engine's visible state, rebuilt from frames, and the visitor's own cards.
+// What the page knows: the engine as it is, the moment that is shown, and the visitor's own cards.
 
-const WINDOW = 300; // steps kept for the timeline
-const MAX_BINS = 600;
+import { History } from './history.js';
+import { Picture } from './picture.js';
+import { Player } from './player.js';
 
 export class Store {
   constructor() {
-    this.info = null;
-    this.reset();
+    this.newest = new Picture(); // the engine as the last frame left it
+    this.picture = this.newest; // what the panels show: the newest, or a moment travelled to
+    this.history = new History();
+    this.player = new Player(this, this.history);
     this.cards = new Map(); // the visitor's own requests: number -> card
     this.past = 0; // cards of servers that are gone, which keep their text
     this.link = { state: 'connecting' }; // connecting | loading | failed | ready | lost
-    this.isolated = null; // key of the request that all panels bring out
+    this.pinned = null; // key of the request that a click brought out
+    this.pointed = null; // the same, of the one under the pointer
     this.listeners = new Set();
     this.scheduled = false;
   }
 
-  reset() {
-    this.blocks = []; // {state, owners, index, refs, filled, written} by block number
-    this.columns = []; // the timeline: {step, mode, waiting, reason, times, cells: Map slot -> {key, tokens}}
-    this.marks = []; // {step, slot, kind, key}
-    this.slots = new Map(); // key -> {slot, key, prompt, computed, total, preemptions, cached}
-    this.bins = []; // the throughput curve: [busy seconds, tokens per second, mode]
-    this.strip = null;
-    this.version = 0; // grows with every frame
-  }
+  // What panels read, at the moment that is shown.
+  get info() { return this.picture.info; }
+
+  get blocks() { return this.picture.blocks; }
+
+  get columns() { return this.picture.columns; }
+
+  get marks() { return this.picture.marks; }
+
+  get bins() { return this.picture.bins; }
+
+  get strip() { return this.picture.strip; }
+
+  get version() { return this.picture.version; }
 
   /** Draw soon: all listeners, once, before the browser's next frame. */
   changed() {
@@ -39,40 +48,45 @@ export class Store {
     this.listeners.add(listener);
   }
 
-  /** Bring out one request in all panels, or none (null). */
+  /** The request that all panels bring out: the one under the pointer, or the one that was clicked. */
+  get isolated() {
+    return this.pointed ?? this.pinned;
+  }
+
+  /** Bring out one request in all panels while it is pointed at, or none (null). */
   isolate(key) {
-    if (this.isolated === key) return;
-    this.isolated = key;
+    if (this.pointed === key) return;
+    this.pointed = key;
+    this.changed();
+  }
+
+  /** Bring out one request until it is clicked again, or none (null). */
+  pin(key) {
+    const next = key === this.pinned ? null : key;
+    if (next === this.pinned) return;
+    this.pinned = next;
     this.changed();
   }
 
   applyFrame(frame) {
-    if (frame.info) {
-      this.reset();
-      this.info = frame.info;
-      const free = { state: 'free', owners: [], index: -1, refs: 0, filled: 0, written: false };
-      this.blocks = Array.from({ length: frame.info.num_blocks }, () => free);
-    }
-    this.version += 1;
-    for (const [step, mode, waiting, reason, times, flat] of frame.steps) {
-      const cells = new Map();
-      for (let i = 0; i < flat.length; i += 3) cells.set(flat[i], { key: flat[i + 1], tokens: flat[i + 2] });
-      this.columns.push({ step, mode, waiting, reason, times, cells });
-    }
-    this.columns.splice(0, this.columns.length - WINDOW);
-    for (const [step, slot, kind, key] of frame.marks) this.marks.push({ step, slot, kind, key });
-    const oldest = this.columns.length ? this.columns[0].step : 0;
-    this.marks = this.marks.filter((mark) => mark.step >= oldest);
-    for (const [block, state, owners, index, refs, filled, written] of frame.blocks) {
-      const until = written ? this.version : 0; // written in this frame
-      this.blocks[block] = { state, owners, index, refs, filled, written: until };
-    }
-    this.slots = new Map(frame.slots.map(([slot, key, prompt, computed, total, preemptions, cached]) => [
-      key, { slot, key, prompt, computed, total, preemptions, cached },
-    ]));
-    this.bins.push(...frame.bins);
-    this.bins.splice(0, this.bins.length - MAX_BINS);
-    this.strip = frame.strip;
+    this.newest.apply(frame);
+    this.history.push(frame, this.newest);
+    this.player.moved();
+  }
+
+  /** Frames of something else will come (another engine): what was seen so far does not lead on to them. */
+  startOver() {
+    this.player.goLive();
+    this.newest = new Picture();
+    this.history.clear();
+    this.pinned = this.pointed = null;
+    this.show(null);
+  }
+
+  /** Show a moment; null for the newest, as it comes. */
+  show(picture) {
+    this.picture = picture ?? this.newest;
+    this.changed();
   }
 
   /** Take up what a poll said about the visitor's own cards. */
@@ -97,9 +111,8 @@ export class Store {
   addPast(cards) {
     for (const card of cards) {
       if (card.state !== 'finished') Object.assign(card, { state: 'finished', finish: 'lost' });
-      Object.assign(card, { past: true, key: null });
       this.past += 1;
-      this.cards.set(`past ${this.past}`, Object.assign(card, { number: `past ${this.past}` }));
+      this.cards.set(`past ${this.past}`, Object.assign(card, { past: true, key: null, number: `past ${this.past}` }));
     }
   }
 
@@ -114,10 +127,11 @@ export class Store {
   }
 
   slotOf(key) {
-    return this.slots.get(key)?.slot ?? null;
+    return this.picture.slots.get(key)?.slot ?? null;
   }
 
   get busy() {
-    return Boolean(this.strip && (this.strip.running || this.strip.waiting));
+    const { strip } = this.newest;
+    return Boolean(strip && (strip.running || strip.waiting));
   }
 }

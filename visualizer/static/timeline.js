@@ -28,7 +28,7 @@ export function reasonWords(reason, mode) {
 }
 
 export function mountTimeline(root, store) {
-  const { head } = heading('Slots over time', SENTENCES.continuous);
+  const { head, figure } = heading('Slots over time', SENTENCES.continuous);
   const canvas = el('canvas', { role: 'img', 'aria-label': 'Slots over time: nothing ran yet' });
   const say = summary(canvas);
   const frame = el('div', { class: 'glass-canvas' }, canvas);
@@ -44,6 +44,41 @@ export function mountTimeline(root, store) {
 
   let shape = null;
   let cursor = null;
+  let zoom = 0; // steps of a factor: 0 fits what there is, more is closer
+  let back = 0; // steps that the right edge lies before the newest
+
+  const controls = el('div', { class: 'glass-zoom', role: 'group', 'aria-label': 'Zoom of the timeline' });
+  for (const [sign, words, act] of [['−', 'Farther (S)', () => look(-1, 0)], ['+', 'Closer (W)', () => look(1, 0)],
+    ['‹', 'Earlier steps (A)', () => look(0, 1)], ['›', 'Later steps (D)', () => look(0, -1)]]) {
+    const button = el('button', { type: 'button', title: words, 'aria-label': words }, sign);
+    button.addEventListener('click', act);
+    controls.append(button);
+  }
+  figure.append(controls);
+
+  /** Zoom by factors of one and a half, pan by a quarter of what is shown. */
+  function look(closer, earlier) {
+    zoom = Math.min(8, Math.max(-4, zoom + closer));
+    const quarter = Math.max(1, Math.round((shape?.fit || 100) / 4));
+    back = Math.min(Math.max(0, store.columns.length - 10), Math.max(0, back + earlier * quarter));
+    store.changed();
+  }
+
+  function lookByKey(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.('input, textarea, select, [contenteditable]')) return;
+    const act = { w: [1, 0], s: [-1, 0], a: [0, 1], d: [0, -1] }[event.key.toLowerCase()];
+    if (!act) return;
+    event.preventDefault();
+    look(...act);
+  }
+
+  document.addEventListener('keydown', lookByKey);
+  canvas.addEventListener('wheel', (event) => {
+    if (!event.ctrlKey && !event.shiftKey) return; // a plain wheel scrolls the page
+    event.preventDefault();
+    if (event.ctrlKey) look(event.deltaY < 0 ? 1 : -1, 0);
+    else look(0, event.deltaY + event.deltaX < 0 ? 1 : -1);
+  }, { passive: false });
 
   function draw() {
     const { info, strip, columns } = store;
@@ -60,10 +95,13 @@ export function mountTimeline(root, store) {
     const height = TOP + rows * row + QUEUE + AXIS;
     const plot = width - LEFT - RIGHT;
     const most = Math.min(300, Math.max(20, Math.floor(plot / COLUMN)));
-    const fit = Math.floor(most / ZOOMS.find((zoom) => zoom === 1 || columns.length <= most / zoom));
-    const shown = columns.slice(-fit);
+    const natural = most / ZOOMS.find((factor) => factor === 1 || columns.length <= most / factor);
+    const fit = Math.min(plot, Math.max(8, Math.round(natural / 1.5 ** zoom)));
+    back = Math.min(back, Math.max(0, columns.length - 10));
+    const end = columns.length - back;
+    const shown = columns.slice(Math.max(0, end - fit), end);
     const step = plot / fit;
-    shape = { rows, row, shown, step, plot };
+    shape = { rows, row, shown, step, plot, fit };
     const context = fitCanvas(canvas, width, height);
     context.clearRect(0, 0, width, height);
     context.font = `10.5px ${ink.font}`;

@@ -20,7 +20,8 @@ export function hideTooltip() {
 
 /**
  * Make a canvas answer to pointer and keyboard. `at(x, y)` finds what lies there: {key, lines} or null.
- * `walk(step)`, for the arrow keys, moves a cursor and returns {key, lines, x, y}.
+ * `walk(step)`, for the arrow keys, moves a cursor and returns {key, lines, x, y}. A click, or Enter, brings out
+ * a request in all panels until the next click, or Escape.
  */
 export function explorable(canvas, store, at, walk) {
   const show = (found, x, y) => {
@@ -34,10 +35,19 @@ export function explorable(canvas, store, at, walk) {
     show(at(event.clientX - box.left, event.clientY - box.top), event.clientX, event.clientY);
   });
   canvas.addEventListener('pointerleave', leave);
+  canvas.addEventListener('click', (event) => {
+    const box = canvas.getBoundingClientRect();
+    const found = at(event.clientX - box.left, event.clientY - box.top);
+    store.pin(found?.key ?? null);
+  });
   canvas.addEventListener('blur', leave);
   canvas.tabIndex = 0;
   canvas.addEventListener('keydown', (event) => {
-    if (event.key === 'Escape') return leave();
+    if (event.key === 'Escape') {
+      store.pin(null);
+      return leave();
+    }
+    if (event.key === 'Enter' && store.pointed !== null) return store.pin(store.pointed);
     const step = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
     if (!step) return undefined;
     event.preventDefault();
