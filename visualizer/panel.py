@@ -150,7 +150,10 @@ def build_page(host: EngineHost, version: str, plotly_version: str) -> gr.Blocks
             )
             _mount("live")
         _mount("strip")
-        _mount("transport")
+        with gr.Row(elem_id="glass-time"):
+            _mount("transport")
+            _mount("lab")
+        _mount("sandbox")
         with gr.Row(elem_id="glass-body"):
             with gr.Column(elem_id="glass-left", min_width=280):
                 with gr.Column(elem_id="glass-ask", elem_classes="glass-panel"):

@@ -26,7 +26,7 @@ export function mountAnatomy(root, store) {
   function draw() {
     const ink = inks();
     key.draw(ink);
-    if (!store.info) return;
+    if (!store.info || !frame.clientWidth) return;
     const width = frame.clientWidth;
     const plot = width - LEFT - 4;
     const shown = store.columns.slice(-Math.max(1, Math.floor(plot / BAR)));

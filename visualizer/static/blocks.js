@@ -31,7 +31,7 @@ export function mountBlocks(root, store) {
     const { info, strip, blocks } = store;
     const ink = inks();
     key.draw(ink);
-    if (!info) return;
+    if (!info || !frame.clientWidth) return;
     const per = info.block_size;
     setText(head[1], `One cell is one block of ${per} tokens. Colour and letter: the slot that owns it. `
       + 'Height of the fill: tokens in it.');

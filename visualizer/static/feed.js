@@ -17,6 +17,8 @@ export class Feed {
     this.timer = 0;
     this.inFlight = false;
     this.renewed = 0;
+    this.source = 'live'; // or 'sandbox': whose frames the poll brings
+    this.sandbox = null; // its status
     document.addEventListener('visibilitychange', () => (document.hidden ? this.sayAway() : this.soon()));
   }
 
@@ -46,8 +48,26 @@ export class Feed {
       body: JSON.stringify(body),
       signal: AbortSignal.timeout(TIMEOUT),
     });
-    if (!response.ok) throw new Error(`HTTP ${response.status}`);
-    return response.json();
+    return read(response);
+  }
+
+  async get(path) {
+    return read(await fetch(this.links.base + path, { signal: AbortSignal.timeout(TIMEOUT) }));
+  }
+
+  /** Send a file; the answer, or an error with the server's own words. */
+  async upload(path, file) {
+    return read(await fetch(this.links.base + path, { method: 'POST', body: file }));
+  }
+
+  /** Show the frames of another engine from now on. */
+  setSource(source, sandbox = null) {
+    this.sandbox = sandbox;
+    if (source === this.source) return;
+    this.source = source;
+    this.cursor = null;
+    this.store.startOver();
+    this.soon();
   }
 
   async stop(card) {
@@ -61,11 +81,11 @@ export class Feed {
   async poll() {
     if (document.hidden || !this.root.isConnected) return;
     this.inFlight = true;
-    const token = this.token;
+    const { token, source } = this;
     try {
-      const answer = await this.post('poll', { cursor: this.cursor, token, have: this.store.have() });
+      const answer = await this.post('poll', { cursor: this.cursor, source: this.source, token, have: this.store.have() });
       this.failures = 0;
-      this.take(answer, token);
+      this.take(answer, token, source);
     } catch {
       this.failures += 1;
       if (this.failures > 1) this.store.link = { state: 'lost' };
@@ -80,9 +100,15 @@ export class Feed {
     }
   }
 
-  take(answer, token) {
+  take(answer, token, source) {
     this.store.link = answer.status;
     if (answer.status.state !== 'ready') return;
+    if (answer.own && answer.own.sandbox !== undefined) this.sandbox = answer.own.sandbox;
+    if (source !== this.source) return; // it changed meanwhile: these are frames of the other engine
+    if (answer.source !== this.source) { // the sandbox was closed, for lack of use or with its server
+      this.setSource(answer.source);
+      return;
+    }
     for (const frame of answer.frames) this.store.applyFrame(frame);
     this.cursor = answer.cursor;
     if (token !== this.token) return; // it changed meanwhile: these are not our cards any more
@@ -106,4 +132,14 @@ export class Feed {
     if (this.store.link.state === 'loading') return 400;
     return this.store.busy || waiting ? ACTIVE : IDLE;
   }
+}
+
+/** The JSON of an answer. Raises an error in the server's own words, where it has some. */
+async function read(response) {
+  if (response.ok) return response.json();
+  let words = '';
+  try {
+    words = (await response.json()).error;
+  } catch { /* no JSON, so no words */ }
+  throw new Error(words || `The server answered with an error (HTTP ${response.status}).`);
 }

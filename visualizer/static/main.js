@@ -6,6 +6,7 @@ import { mountAnswersHead, mountCards } from './cards.js';
 import { el, setText } from './dom.js';
 import { Feed } from './feed.js';
 import { rememberOverReloads } from './memory.js';
+import { mountLab } from './lab.js';
 import { mountHeader, mountLive, mountStrip } from './metrics.js';
 import { Store } from './store.js';
 import { onThemeChange } from './theme.js';
@@ -23,9 +24,10 @@ export function start(hub, links) {
   const feed = new Feed(store, links, hub);
   const place = (name) => document.getElementById(`glass-${name}`);
   mountHeader(place('header'), store);
-  mountLive(place('live'), store);
+  mountLive(place('live'), store, feed);
   mountStrip(place('strip'), store);
   mountTransport(place('transport'), store);
+  mountLab(place('lab'), place('sandbox'), store, feed);
   mountTimeline(place('timeline'), store);
   mountBlocks(place('blocks'), store);
   mountAnswersHead(place('answers-head'));
@@ -33,7 +35,7 @@ export function start(hub, links) {
   mountThroughput(place('throughput'), store, links);
   mountAnatomy(place('anatomy'), store);
   mountBanner(place('strip'), store);
-  followMode(store, links);
+  followMode(store, links, feed);
   onThemeChange(() => store.changed());
   new ResizeObserver(() => store.changed()).observe(place('timeline'));
   rememberOverReloads(store, promptBox, giveBack);
@@ -98,7 +100,7 @@ function mountBanner(before, store) {
 }
 
 /** Another visitor may change the mode: let the toggle follow the engine, but not fight a click just made. */
-function followMode(store, links) {
+function followMode(store, links, feed) {
   let clicked = 0;
   let asked = 0;
   document.getElementById('glass-mode').addEventListener('input', () => { clicked = performance.now(); });
@@ -106,7 +108,7 @@ function followMode(store, links) {
     const mode = store.newest.strip?.mode;
     const shown = document.querySelector('#glass-mode input:checked')?.value;
     const now = performance.now();
-    if (!mode || mode === shown || now - clicked < 1500 || now - asked < 500) return;
+    if (feed.source !== 'live' || !mode || mode === shown || now - clicked < 1500 || now - asked < 500) return;
     asked = now;
     window.glassMode = mode;
     links.follow();

@@ -16,13 +16,13 @@ export function mountHeader(root, store) {
 }
 
 /** The pill that says whether what one sees is live. */
-export function mountLive(root, store) {
+export function mountLive(root, store, feed) {
   const words = el('span');
   const pill = el('div', { class: 'glass-pill', role: 'status' }, el('i', { 'aria-hidden': 'true' }), words);
   root.append(pill);
   const say = {
     connecting: () => 'connecting', loading: () => 'loading', failed: () => 'failed', lost: () => 'reconnecting',
-    ready: () => (store.newest.strip ? `LIVE · step ${count(store.newest.step)}` : 'LIVE'),
+    ready: () => (store.newest.strip ? `${feed.source === 'sandbox' ? 'SANDBOX' : 'LIVE'} · step ${count(store.newest.step)}` : 'LIVE'),
     past: () => `PAUSED · step ${count(store.picture.step)}`,
   };
   store.onChange(() => {

@@ -5,10 +5,11 @@ import { Picture } from './picture.js';
 import { Player } from './player.js';
 
 export class Store {
-  constructor() {
+  /** most: how many moments are remembered; a recording is kept whole. */
+  constructor(most = undefined) {
     this.newest = new Picture(); // the engine as the last frame left it
     this.picture = this.newest; // what the panels show: the newest, or a moment travelled to
-    this.history = new History();
+    this.history = new History(most);
     this.player = new Player(this, this.history);
     this.cards = new Map(); // the visitor's own requests: number -> card
     this.past = 0; // cards of servers that are gone, which keep their text

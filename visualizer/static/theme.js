@@ -22,9 +22,10 @@ function watchTheme() {
 
 watchTheme();
 
-/** Call back when Gradio switches between light and dark. */
+/** Call back when Gradio switches between light and dark. Returns what ends that. */
 export function onThemeChange(callback) {
   callbacks.push(callback);
+  return () => callbacks.splice(callbacks.indexOf(callback), 1);
 }
 
 function isDark() {

@@ -65,6 +65,9 @@ export function mountTimeline(root, store) {
   }
 
   function lookByKey(event) {
+    if (!root.isConnected) document.removeEventListener('keydown', lookByKey); // a recording that was closed
+    const dialog = document.querySelector('dialog[open]');
+    if (dialog && !dialog.contains(root)) return; // what lies under a dialog keeps still
     if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.('input, textarea, select, [contenteditable]')) return;
     const act = { w: [1, 0], s: [-1, 0], a: [0, 1], d: [0, -1] }[event.key.toLowerCase()];
     if (!act) return;
@@ -84,7 +87,7 @@ export function mountTimeline(root, store) {
     const { info, strip, columns } = store;
     const ink = inks();
     key.draw(ink);
-    if (!info) return;
+    if (!info || !frame.clientWidth) return;
     setText(head[1], SENTENCES[strip.mode]);
     setText(key.texts[2], strip.slot_steps
       ? `idle while others wait: ${count(strip.wasted)} of ${count(strip.slot_steps)} slot-steps in ${strip.mode} mode`

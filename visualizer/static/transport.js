@@ -34,7 +34,7 @@ export function mountTransport(root, store) {
   });
   speed.addEventListener('change', () => player.setSpeed(Number(speed.value)));
   document.addEventListener('keydown', (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector('dialog[open]')) return;
     if (event.target.closest?.('input, textarea, select, button, [contenteditable], [role=dialog]')) return;
     const act = { ' ': () => toggle.click(), l: () => player.goLive() }[event.key.toLowerCase()]
       // Arrow keys on a picture walk over its cells.
