@@ -61,6 +61,16 @@ def moments(events: list[Event], most: int | None = None) -> Iterator[list[Event
         yield events[start:end]
 
 
+def is_written(before: BlockDelta, delta: BlockDelta, hits: dict[str, int], block_size: int) -> bool:
+    """Whether a block got new tokens, given its state before and who found how many tokens in the cache."""
+    if delta.state != "used":
+        return False
+    if not set(before.owners).isdisjoint(delta.owners):
+        return delta.filled > before.filled
+    end = (delta.table_index + 1) * block_size
+    return all(hits.get(owner, 0) < end for owner in delta.owners)
+
+
 class Framer:
     """Turns events into frames. It holds the visible state, and the records and totals behind it."""
 
@@ -102,10 +112,11 @@ class Framer:
         steps: list[str] = []
         marks: list[list] = []
         written: dict[int, bool] = {}
+        hits: dict[str, int] = {}
         bins_before = self.measures.num_bins
         for event in moment:
             for delta in event.blocks:
-                self._note_block(delta, written)
+                self._note_block(delta, written, hits)
             # A request that is preempted has lost its slot once the event is applied.
             slot = self._running.get(event.request_id) if isinstance(event, LifecycleEvent) else None
             self.replica.apply(event)
@@ -115,6 +126,8 @@ class Framer:
                 self.wait_reason = event.wait_reason
                 steps.append(self._column(event))
             else:
+                if event.kind == "prefix_hit":
+                    hits[event.request_id] = event.num_tokens
                 self._transition(event, event.slot if slot is None else slot, marks)
         self._steps.extend(steps)
         self._marks.extend(marks)
@@ -124,10 +137,9 @@ class Framer:
         blocks = [self._block(self.replica.blocks[b], new) for b, new in sorted(written.items())]
         return self._body(steps, marks, blocks, bins, strip or dumps(self.strip()))
 
-    def _note_block(self, delta: BlockDelta, written: dict[int, bool]) -> None:
+    def _note_block(self, delta: BlockDelta, written: dict[int, bool], hits: dict[str, int]) -> None:
         before = self.replica.blocks[delta.block]
-        filled_before = before.filled if before.owners else 0
-        new = delta.state == "used" and delta.filled > filled_before
+        new = is_written(before, delta, hits, self.replica.info.block_size)
         written[delta.block] = written.get(delta.block, False) or new
         self._states[before.state] -= 1
         self._states[delta.state] += 1

@@ -89,6 +89,10 @@ class Measures:
         self._add_to_bin(event.mode, tokens, busy)
         self._last = event
 
+    def pause(self) -> None:
+        """The next step does not follow on the last one: the time between them is nobody's."""
+        self._last = None
+
     def first_token(self, mode: str, seconds: float) -> None:
         self.of(mode).ttft.append(seconds)
 
