@@ -242,20 +242,25 @@ def memory(loaded: LoadedModel) -> Run:
     for mode, name in (("static", "reserving"), ("continuous", "paging")):
         trace = serve(make_engine(loaded, mode, **options), asks).trace
         steps = steps_of(trace)
-        peak = peak_step(trace)
-        fill = filled(trace, peak)
         rows.append(
             (
                 f"{name} ({mode})",
                 max(len(event.slots) for event in steps),
                 max(event.num_used for event in steps),
-                f"{fill:.0%}",
+                f"{mean_filled(trace):.0%}",
                 len(transitions(trace, "preempted")),
                 len(steps),
             )
         )
         traces[name] = trace
-    header = ("memory", "requests at once", "blocks held, at most", "of which filled", "preemptions", "steps")
+    header = (
+        "memory",
+        "requests at once",
+        "blocks held, at most",
+        "filled, on average",
+        "preemptions",
+        "steps",
+    )
     return Run(markdown(header, rows), traces)
 
 
@@ -264,16 +269,17 @@ def peak_step(trace: Trace) -> int:
     return max(steps_of(trace), key=lambda event: (len(event.slots), event.num_used, -event.step)).step
 
 
-def filled(trace: Trace, step: int) -> float:
-    """The share of the held blocks' places that hold a token, just after a step."""
+def mean_filled(trace: Trace) -> float:
+    """The share of the held blocks' places that hold a token, on average over the steps."""
     blocks = list(trace.keyframe.blocks)
+    shares = []
     for event in trace.events:
         for delta in event.blocks:
             blocks[delta.block] = delta
-        if isinstance(event, StepEvent) and event.step == step:
-            break
-    held = [block.filled for block in blocks if block.owners]
-    return sum(held) / (len(held) * trace.keyframe.info.block_size)
+        if isinstance(event, StepEvent):
+            held = [block.filled for block in blocks if block.owners]
+            shares += [statistics.mean(held) / trace.keyframe.info.block_size] if held else []
+    return statistics.mean(shares)
 
 
 # -- 4: waiting -------------------------------------------------------------------------------------
