@@ -198,7 +198,7 @@ def _check_tensors(config: ModelConfig, found: dict[str, tuple[int, ...]]) -> No
 def _locate(name: str, device: torch.device, report: Progress) -> Path:
     """The folder or GGUF file that a name means, downloaded if it is a Hub id."""
     if name == "auto":
-        packaged = _packaged_gguf()
+        packaged = packaged_gguf()
         return packaged if packaged is not None else _download(HUB_MODEL[device.type], report)
     path = Path(name).expanduser()
     if path.is_dir():
@@ -214,7 +214,7 @@ def _locate(name: str, device: torch.device, report: Progress) -> Path:
     return _download(name, report)
 
 
-def _packaged_gguf() -> Path | None:
+def packaged_gguf() -> Path | None:
     """The GGUF file inside the installed package, found without importing it."""
     spec = importlib.util.find_spec(GGUF_PACKAGE)
     places = spec.submodule_search_locations if spec is not None else None
