@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from bench.machine import read_bandwidth, weight_bytes
 from engine import LLM, ContinuousEngine, SamplingParams
 from engine.events import Event, LifecycleEvent, Mode, StepEvent
 from engine.model import LoadedModel
@@ -464,8 +465,11 @@ def batch_time(loaded: LoadedModel, sizes: Sequence[int] = BATCH_SIZES) -> Run:
         (size, f"{1000 * s:.1f} ms", f"{size / s:.0f}", f"{size / s / alone:.1f}x")
         for size, s in zip(sizes, seconds, strict=True)
     ]
+    size = weight_bytes(loaded.path, str(loaded.dtype).removeprefix("torch."))
+    table = markdown(("requests in the step", "the step takes", "tokens a second", "times one"), rows)
+    ms = size / read_bandwidth(loaded.device.type) / 1e6
     return Run(
-        markdown(("requests in the step", "seconds of the step", "tokens a second", "times one"), rows),
+        f"{table}\n\nA step reads {size / 1e6:.0f} MB of weights, which alone takes {ms:.1f} ms here.",
         curves={"sizes": list(sizes), "seconds": seconds},
     )
 
