@@ -11,7 +11,6 @@ seconds in it and the machine they were measured on, `<!-- figure: NAME -->` a p
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
@@ -24,7 +23,6 @@ sys.path.insert(0, str(ROOT))
 
 import plotly
 import plotly.graph_objects as go
-from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 from bench.machine import hardware, read_bandwidth
@@ -36,7 +34,6 @@ from visualizer.figures.theme import inks, new_figure
 DOCS, FIGURES = ROOT / "docs", ROOT / "docs" / "figures"
 WIDTH = 900  # pixels of a figure on the page; its picture has twice as many
 THEMES = ("light", "dark")
-COLOURS = 128  # of a picture: flat areas and text need no more, and take a third of the space
 
 Draw = Callable[[dict[str, Run], str], go.Figure]
 
@@ -198,9 +195,8 @@ def save(page: Page, figure: go.Figure, path: Path) -> None:
         }""",
         spec,
     )
-    image = Image.open(io.BytesIO(page.locator("#figure").screenshot()))
     path.parent.mkdir(exist_ok=True)
-    image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+    page.locator("#figure").screenshot(path=path)
     page.evaluate("Plotly.purge('figure')")
     print(path.relative_to(ROOT), path.stat().st_size // 1024, "KiB", flush=True)
 
