@@ -14,8 +14,8 @@ from visualizer.panel import build_page
 from visualizer.routes import STATIC, StaticFiles, build_routes
 
 SANS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "DejaVu Sans", "sans-serif")
-# Four blocks of the pool. In the page itself, so that it is there behind a proxy too: the root of a host, where
-# a browser looks for an icon by itself, then belongs to somebody else.
+# Four blocks of the pool. In the page itself, so that it is there behind a proxy too: the root of a host,
+# where a browser looks for an icon by itself, then belongs to somebody else.
 _ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16">'
     '<path fill="#e69f00" d="M1 1h6v6H1z"/><path fill="#56b4e9" d="M9 1h6v6H9z"/>'
