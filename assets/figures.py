@@ -12,6 +12,7 @@ seconds in it and the machine they were measured on, `<!-- figure: NAME -->` a p
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -70,7 +71,7 @@ def batch_time(runs: dict[str, Run], theme: str) -> go.Figure:
         f"{rates[0]:.0f} tokens a second for one request, {rates[best]:.0f} for {sizes[best]} together: "
         f"{rates[best] / rates[0]:.1f} times as many"
     )
-    figure = new_figure(ink, "Tokens a second by batch size", sentence, f"A chart: {sentence}.", height=400)
+    figure = new_figure(ink, "Tokens a second by batch size", sentence, f"A chart: {sentence}.", height=460)
     figure.add_scatter(
         x=sizes,
         y=[size * rates[0] for size in sizes],
@@ -89,7 +90,12 @@ def batch_time(runs: dict[str, Run], theme: str) -> go.Figure:
         line={"color": ink.continuous, "width": 2.5},
     )
     figure.update_xaxes(title_text="requests in the step", type="log", tickvals=sizes, range=[-0.05, 1.95])
-    figure.update_yaxes(title_text="tokens a second", rangemode="tozero", range=[0, 1.6 * max(rates)])
+    # Both axes by factors: what grows in proportion is a straight line, and a roof is a bend in it.
+    ticks = [
+        step for step in (10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000) if step < sizes[-1] * rates[0]
+    ]
+    lowest, highest = math.log10(0.6 * rates[0]), math.log10(1.1 * sizes[-1] * rates[0])
+    figure.update_yaxes(title_text="tokens a second", type="log", tickvals=ticks, range=[lowest, highest])
     return figure
 
 

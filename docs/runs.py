@@ -376,7 +376,7 @@ def preemption(loaded: LoadedModel) -> Run:
             (
                 ask.name,
                 len(out),
-                sum(event.num_tokens for event in back),
+                sum(event.num_tokens - 1 for event in back),  # its newest token was not computed before
                 len(served.answers[ask.name]),
                 "yes" if served.answers[ask.name] == alone else "NO",
                 step_of(trace, "finished", ask.name),

@@ -153,8 +153,14 @@ def test_each_exercise_has_tests_and_a_solution_that_passes_them(tmp_path):
 
 
 def test_an_unsolved_exercise_fails_in_all_its_tests(tmp_path):
-    """So the tests can fail. Who has solved some of them has those left out, but not in CI."""
-    for name, messages in run_exercises(tmp_path / "report.xml").items():
-        source = (DOCS / "exercises" / f"{name.removeprefix('test_')}.py").read_text(encoding="utf-8")
-        if "raise NotImplementedError" in source or os.environ.get("CI"):
-            assert all("NotImplementedError" in message for message in messages), f"{name}: {messages}"
+    """So the tests can fail. In a student's copy some may be solved, so this is for CI to say."""
+    results = run_exercises(tmp_path / "report.xml")
+    assert len(results) == 7
+    solved = [
+        f"{name}: {messages}"
+        for name, messages in results.items()
+        if not all("NotImplementedError" in message for message in messages)
+    ]
+    if solved and not os.environ.get("CI"):
+        pytest.skip(f"solved here, at least in part: {'; '.join(solved)}")
+    assert not solved
