@@ -1,4 +1,4 @@
-"""Compare the three modes on one loaded model: `python benchmark.py`.
+"""Measure the engine: `python benchmark.py` compares its three modes on one loaded model.
 
 The work is W96: 96 requests of random tokens with ragged lengths, all submitted at once, greedy, end of text
 ignored, prefix cache off. Throughput is output tokens over the time from the first submission to the last
@@ -6,30 +6,43 @@ token, prefill included; prompt tokens never count. Every mode gets the same req
 and blocks, and the pool is large enough for every slot to reserve its maximum, so nothing but the scheduling
 policy differs. A request that fails or comes out short makes the whole benchmark invalid.
 
-The parts are in `bench/`: `workload` (what is asked), `runs` (doing it), `measures` (what is counted) and
-`report` (what is printed).
+    --hf, --peers   also give the work to other engines, each in a process of its own
+    --load          instead: latency when requests arrive at random, at rising rates
+    --scale         instead: what a token costs with more requests, longer contexts, a longer queue
+
+The parts are in `bench/`: `workload` (what is asked), `runs` (this engine doing it), `peers/` (others doing
+it), `measures` (what is counted), `compare`, `load` and `scale` (the three kinds), `report` and `machine`.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from tqdm.auto import tqdm
+import engine  # noqa: F401 - first, because it sets how torch's threads wait
 
-from bench import report
-from bench.measures import Arm, InvalidRun, is_estimate, why_unfair
-from bench.runs import check_fits, describe_work, run_mode, run_transformers
-from bench.workload import W96_LARGEST_TOKEN, W96_REQUESTS, build_workload, num_output_tokens
+# isort: split
+from bench.compare import PeerRun, compare
+from bench.load import Slo, measure_load
+from bench.machine import hardware, read_bandwidth, weight_bytes
+from bench.measures import InvalidRun
+from bench.peers.launch import PEERS, SINGLE, is_installed
+from bench.progress import fraction_bar
+from bench.report import Report
+from bench.scale import PARTS, measure_scale
+from bench.workload import W96_LARGEST_TOKEN, W96_REQUESTS, build_workload, describe_work
 from engine import LLM
 from engine.config import Dtype
 from engine.events import Mode
+from engine.model import LoadedModel, load_model
+from engine.model.loader import packaged_gguf
 
 MODES: tuple[Mode, ...] = get_args(Mode)
+LOAD_MODES: tuple[Mode, ...] = ("static", "continuous")  # naive mode would take hours to answer
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -40,20 +53,38 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="auto", help="folder, GGUF file, Hub id or auto")
     add("--dtype", default="auto", choices=get_args(Dtype))
-    add("--modes", nargs="+", default=list(MODES), metavar="MODE", help=f"some of {', '.join(MODES)}")
+    add(
+        "--modes",
+        nargs="+",
+        metavar="MODE",
+        help=f"some of {', '.join(MODES)}; by default all, or with --load {' and '.join(LOAD_MODES)}",
+    )
     add("--requests", type=_positive, default=W96_REQUESTS, help="requests of the workload")
     add("--max-num-seqs", type=_positive, default=32, help="slots")
     add("--max-model-len", type=_positive, default=512, help="what naive and static reserve, in tokens")
     add("--num-blocks", type=_positive, help="KV blocks of 16 tokens; by default the maximum in every slot")
-    add("--request-rate", type=_rate, help="Poisson arrivals a second; by default all requests at once")
+    add("--request-rate", type=_above_zero, help="Poisson arrivals a second; by default all requests at once")
     hf_help = "also time transformers' generate, one request at a time: all requests, or the first N"
     add("--hf", nargs="?", type=_positive, const=sys.maxsize, metavar="N", help=hf_help)
+    peers_help = f"also time other engines: some of {', '.join(PEERS)}; all if none is named"
+    add("--peers", nargs="*", metavar="NAME", help=peers_help)
+    python_help = "the Python of an environment in which a peer is installed; may be given several times"
+    add("--peer-python", action="append", default=[], metavar="NAME=PATH", help=python_help)
+    add("--peer-timeout", type=_above_zero, default=900.0, help="seconds for a peer to load and run")
+    add("--load", action="store_true", help="measure latency under load instead")
+    add("--rates", nargs="+", type=_above_zero, default=[], metavar="R", help="for --load: arrivals a second")
+    add("--slo-ttft", type=_above_zero, default=1.0, help="for --load: seconds promised to the first token")
+    add("--slo-gap", type=_above_zero, default=0.2, help="for --load: mean seconds promised between tokens")
+    scale_help = f"measure how cost grows instead: some of {', '.join(PARTS)}; all if none is named"
+    add("--scale", nargs="*", metavar="PART", help=scale_help)
     add("--json", metavar="FILE", help="write everything measured to a file, or to the standard output: -")
     add("--plot", type=Path, metavar="FILE.html", help="write a picture")
     args = parser.parse_args(argv)
-    args.modes = list(dict.fromkeys(mode for part in args.modes for mode in part.split(",")))
-    if unknown := [mode for mode in args.modes if mode not in MODES]:
-        parser.error(f"argument --modes: unknown mode {unknown[0]!r}; choose from {', '.join(MODES)}")
+    args.modes = _choose(parser, "--modes", args.modes, MODES, LOAD_MODES if args.load else MODES)
+    args.peers = _choose(parser, "--peers", args.peers, tuple(PEERS))
+    args.scale = _choose(parser, "--scale", args.scale, PARTS)
+    args.peer_python = _read_pythons(parser, args.peer_python)
+    _check_together(parser, args)
     if args.plot and args.plot.suffix != ".html":
         parser.error(
             f"argument --plot: the picture is a web page, so its name ends in .html, not {args.plot.name!r}"
@@ -64,145 +95,142 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def _choose(
+    parser: argparse.ArgumentParser,
+    option: str,
+    given: list[str] | None,
+    choices: tuple[str, ...],
+    default: tuple[str, ...] = (),
+) -> list[str]:
+    """The names given, by spaces or commas; all choices if the option came bare, `default` without it."""
+    if given is None:
+        return list(default)
+    names = list(dict.fromkeys(name for part in given for name in part.split(",")))
+    if unknown := [name for name in names if name not in choices]:
+        kind = option.strip("-").removesuffix("s")
+        parser.error(f"argument {option}: unknown {kind} {unknown[0]!r}; choose from {', '.join(choices)}")
+    return names or list(choices)
+
+
+def _read_pythons(parser: argparse.ArgumentParser, given: list[str]) -> dict[str, str]:
+    pythons = {}
+    for pair in given:
+        name, _, path = pair.partition("=")
+        if name not in PEERS:
+            parser.error(f"argument --peer-python: unknown peer {name!r}; choose from {', '.join(PEERS)}")
+        if not (found := shutil.which(path)):
+            parser.error(f"argument --peer-python: {path!r} is no program that can be run")
+        pythons[name] = str(Path(found).absolute())
+    return pythons
+
+
+def _check_together(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.load and args.scale:
+        parser.error("--load and --scale are two benchmarks: run one after the other")
+    if (args.load or args.scale) and (args.hf or args.peers):
+        parser.error("--hf and --peers belong to the comparison, not to --load or --scale")
+    if args.load and args.request_rate:
+        parser.error("--load takes --rates instead of --request-rate")
+    if args.peers and args.request_rate:
+        parser.error("--peers get all requests at once, so --request-rate would give them other work")
+
+
 def _positive(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
     return number
 
 
-def _rate(text: str) -> float:
+def _above_zero(text: str) -> float:
     if not 0 < (number := float(text)) < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number above 0, not {text}")
     return number
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and report. Returns the exit code."""
+    """Measure and report. Returns the exit code: 1 if anything that was asked for has no valid figure."""
     args = parse_args(argv)
     try:
-        arms, facts = measure(args)
+        result = measure(args)
     except (InvalidRun, ValueError) as error:
         print(f"benchmark.py: no valid result: {error}", file=sys.stderr)
         return 1
-    out = sys.stderr if args.json == "-" else sys.stdout
-    print(summary(arms, facts), file=out)
+    print(result.text, file=sys.stderr if args.json == "-" else sys.stdout)
     if args.json == "-":
-        print(report.as_json(arms, facts))
+        print(result.as_json())
     elif args.json:
-        Path(args.json).write_text(report.as_json(arms, facts) + "\n")
+        Path(args.json).write_text(result.as_json() + "\n")
     if args.plot:
-        report.plot(arms, f"{facts['model']}, {facts['dtype']}: {facts['work']}", args.plot)
-    return 0
+        result.figure().write_html(args.plot, include_plotlyjs=True)
+    return 1 if result.problems else 0
 
 
-def measure(args: argparse.Namespace) -> tuple[list[Arm], dict]:
-    """Load the model once and run every contender. Raises InvalidRun or ValueError if one cannot."""
-    num_blocks = args.num_blocks or args.max_num_seqs * -(-args.max_model_len // 16)
+def measure(args: argparse.Namespace) -> Report:
+    """Load the model once and measure what was asked for. Raises InvalidRun or ValueError if it cannot."""
+    peers, missing = _find_peers(args)
+    for name in missing:  # said now too, not only after minutes of measuring
+        print(f"not installed, so not timed: {name}", file=sys.stderr)
     started = time.monotonic()
-    with tqdm(total=1.0, desc="load", bar_format="{desc}: {bar} {elapsed}", leave=False, disable=None) as bar:
+    with fraction_bar("load") as bar:
 
         def show(stage: str, fraction: float) -> None:
             bar.set_description_str(stage, refresh=False)
             bar.update(fraction - bar.n)
 
-        llm = LLM(
-            args.model,
-            dtype=args.dtype,
-            max_num_seqs=args.max_num_seqs,
-            max_model_len=args.max_model_len,
-            num_blocks=num_blocks,
-            enable_prefix_caching=False,
-            progress=show,
-        )
+        loaded = load_model(args.model, dtype=args.dtype, progress=show)
     load_seconds = time.monotonic() - started
-    info = llm.engine.info
-    work = build_workload(args.requests, args.request_rate, min(W96_LARGEST_TOKEN, len(llm.tokenizer) - 1))
-    check_fits(llm.engine, work)
-
-    arms = []
-    for mode in args.modes:
-        with _bar(mode, num_output_tokens(work)) as bar:
-            arms.append(run_mode(llm.engine, mode, work, progress=bar.update))
-    if args.hf:
-        part = work[: args.hf]
-        with _bar("transformers", num_output_tokens(part)) as bar:
-            arms.append(run_transformers(llm.model_path, info.dtype, info.device, part, progress=bar.update))
-    facts = {
-        "model": info.model,
-        "dtype": info.dtype,
-        "device": info.device,
-        "work": describe_work(work),
-        "max_num_seqs": info.max_num_seqs,
-        "num_blocks": info.num_blocks,
-        "block_size": info.block_size,
-        "context_limit": info.context_limit,
-        "max_num_batched_tokens": info.max_num_batched_tokens,
-        "load_seconds": load_seconds,
-        "weight_bytes": report.weight_bytes(llm.model_path, info.dtype),
-        "read_gb_per_second": report.read_bandwidth(info.device),
-        "hardware": report.hardware() | {"transformers": version("transformers")},
-    }
-    return arms, facts
-
-
-def _bar(name: str, total: int) -> tqdm:
-    """A progress bar in output tokens; none where the output is no terminal."""
-    return tqdm(total=total, desc=name, unit=" tok", leave=False, disable=None, dynamic_ncols=True)
-
-
-def summary(arms: list[Arm], facts: dict) -> str:
-    """All that is printed: the setting, the table, what it comes to."""
-    machine = facts["hardware"]
-    slots, blocks, limit = facts["max_num_seqs"], facts["num_blocks"], facts["context_limit"]
-    reserve = blocks // -(-limit // facts["block_size"])
-    room = (
-        f"all {slots} slots can reserve the {limit}-token maximum, so memory holds no mode back"
-        if reserve >= slots
-        else f"only {reserve} of {slots} slots can reserve the {limit}-token maximum"
+    largest_token = min(W96_LARGEST_TOKEN, len(loaded.tokenizer) - 1)
+    facts = _facts(loaded, load_seconds)
+    if args.scale:
+        return measure_scale(loaded, args.scale, args.max_num_seqs, facts, largest_token)
+    llm = LLM.from_loaded(
+        loaded,
+        max_num_seqs=args.max_num_seqs,
+        max_model_len=args.max_model_len,
+        num_blocks=args.num_blocks or args.max_num_seqs * -(-args.max_model_len // 16),
+        enable_prefix_caching=False,
     )
-    lines = [
-        f"{facts['model']}, {facts['dtype']}, greedy, prefix cache off",
-        facts["work"],
-        f"{slots} slots; {blocks} KV blocks of {facts['block_size']} tokens: {room}",
-        f"{machine.get('gpu') or machine['cpu']}, {machine['cores']} cores ({machine['threads']} threads), "
-        f"{', '.join(machine['isa']) or 'no wide vectors'}, {machine['ram_gib']} GiB, "
-        f"reads memory at {facts['read_gb_per_second']:.0f} GB/s",
-        f"Python {machine['python']}, torch {machine['torch']}, transformers {machine['transformers']}",
-        f"not timed: loading {facts['load_seconds']:.1f} s, warming up "
-        + ", ".join(f"{arm.name} {arm.set_up_seconds:.1f} s" for arm in arms),
-        "",
-        report.table(arms, facts["weight_bytes"]),
-        "",
-        report.LEGEND,
-        "",
-        *_headlines(arms),
-    ]
-    return "\n".join(lines).rstrip()
+    facts |= {key: value for key, value in llm.engine.info._asdict().items() if key not in facts}
+    if args.load:
+        slo = Slo(args.slo_ttft, args.slo_gap)
+        return measure_load(llm.engine, args.modes, args.requests, args.rates, slo, facts, largest_token)
+    work = build_workload(args.requests, args.request_rate, largest_token)
+    gguf = packaged_gguf() if args.model == "auto" else Path(args.model)
+    return compare(
+        llm,
+        args.modes,
+        work,
+        facts | {"work": describe_work(work), "not_installed": missing},
+        peers,
+        gguf if gguf and gguf.suffix == ".gguf" else None,
+    )
 
 
-def _headlines(arms: list[Arm]) -> list[str]:
-    """Speed-ups in words, or why there are none."""
-    by_name = {arm.name: arm for arm in arms}
-    lines = []
-    for name, base_name in (("continuous", "naive"), ("continuous", "transformers")):
-        arm, base = by_name.get(name), by_name.get(base_name)
-        if arm is None or base is None:
-            continue
-        if reason := why_unfair(arm, base):
-            lines.append(f"No speed-up over {base_name}: {reason}.")
+def _find_peers(args: argparse.Namespace) -> tuple[list[PeerRun], dict[str, str]]:
+    """The peers to run, and the way to get each of those that are not installed."""
+    runs, missing = [], {}
+    if args.hf:
+        runs.append(PeerRun("transformers", SINGLE, sys.executable, args.hf, args.peer_timeout))
+    for name in args.peers:
+        spec, python = PEERS[name], args.peer_python.get(name, sys.executable)
+        if is_installed(spec, python):
+            runs.append(PeerRun(name, spec, python, sys.maxsize, args.peer_timeout))
         else:
-            part = (
-                f" (estimated from {len(base.work)} of {len(arm.work)} requests)"
-                if is_estimate(arm, base)
-                else ""
-            )
-            lines.append(f"Speed-up of {name} over {base_name}: {report.speed_up(arm, base)}{part}.")
-    lines += [
-        f"{arm.name} preempted {arm.usage.num_preemptions} times for lack of blocks."
-        for arm in arms
-        if arm.usage and arm.usage.num_preemptions
-    ]
-    return lines
+            missing[name] = spec.install
+    return runs, missing
+
+
+def _facts(loaded: LoadedModel, load_seconds: float) -> dict[str, Any]:
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    return {
+        "model": loaded.name,
+        "dtype": dtype,
+        "device": loaded.device.type,
+        "load_seconds": load_seconds,
+        "weight_bytes": weight_bytes(loaded.path, dtype),
+        "read_gb_per_second": read_bandwidth(loaded.device.type),
+        "hardware": hardware(),
+    }
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
-from bench.workload import WorkItem, num_output_tokens
-from engine.events import BlockDelta, EngineInfo, Event, StepEvent
+import numpy as np
+
+from bench.workload import WorkItem, num_output_tokens, num_prompt_tokens
+from engine.events import BlockDelta, EngineInfo, Event, StepEvent, StepTimes
 
 
 class InvalidRun(Exception):
@@ -25,25 +26,49 @@ class Usage:
     mean_kv: float
     written_kv: float  # of the owned blocks' capacity: holding a token, on average
     num_preemptions: int
+    stages: dict[str, float]  # share of the steps' time by stage of `StepTimes`, and "emit": the rest
+
+    @property
+    def overhead(self) -> float:
+        """Share of the steps' time in which the model did not compute."""
+        return 1.0 - self.stages["forward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What must be equal between two arms, beside their work, for a speed-up to mean something.
+
+    dtype: of the computation and of what the model keeps. weights: how they are stored, a dtype or a kind of
+    quantisation. threads: of the processor.
+    """
+
+    dtype: str
+    weights: str
+    threads: int
+    kv_cache: bool = True
 
 
 @dataclass(slots=True)
 class Arm:
     """One contender's run: the work it was given, what came of it, and when.
 
-    seconds: from the first arrival to the last token, prefill included. set_up_seconds: what went
-        before and does not count: warm-up, and for `transformers` loading.
+    seconds: from the first arrival to the last token, prefill included.
     token_times: for each request, when each output token was there, in seconds since it arrived.
+    num_prompt: prompt tokens as the contender counted them, without padding.
+    load_seconds, warm_up_seconds: what went before and does not count; loading is None where it was shared.
+    software: names and versions.
     """
 
     name: str
-    dtype: str
+    terms: Terms
     work: Sequence[WorkItem]
     seconds: float
     token_times: list[list[float]]
-    set_up_seconds: float
+    num_prompt: int
+    warm_up_seconds: float
+    load_seconds: float | None = None
     usage: Usage | None = None
-    uses_kv_cache: bool = True
+    software: str = ""
 
     def __post_init__(self) -> None:
         """Raises InvalidRun if a request has not exactly the tokens asked for."""
@@ -74,14 +99,9 @@ class Arm:
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """Linear interpolation between the two nearest ranks, as NumPy does it; NaN without values."""
-    ordered = sorted(values)
-    if not ordered:
-        return math.nan
-    rank = (len(ordered) - 1) * percent / 100
-    low = math.floor(rank)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+    """Linear interpolation between the two nearest ranks; NaN without values."""
+    ordered = np.fromiter(values, dtype=float)
+    return float(np.percentile(ordered, percent)) if ordered.size else float("nan")
 
 
 def why_unfair(arm: Arm, base: Arm) -> str | None:
@@ -89,13 +109,17 @@ def why_unfair(arm: Arm, base: Arm) -> str | None:
 
     One of them may have done only the beginning of the other's work: see `is_estimate`.
     """
-    if arm.dtype != base.dtype:
-        return f"{arm.name} ran in {arm.dtype}, {base.name} in {base.dtype}"
-    if not (arm.uses_kv_cache and base.uses_kv_cache):
-        return f"{arm.name} and {base.name} do not both use a KV cache"
+    for field in fields(Terms):
+        mine, theirs = getattr(arm.terms, field.name), getattr(base.terms, field.name)
+        if mine != theirs:
+            what = field.name.replace("_", " ")
+            return f"different {what} ({arm.name}: {mine}, {base.name}: {theirs})"
     shared = min(len(arm.work), len(base.work))
     if list(arm.work[:shared]) != list(base.work[:shared]):
         return f"{arm.name} and {base.name} did different work"
+    for one in (arm, base):
+        if one.num_prompt != (asked := num_prompt_tokens(one.work)):
+            return f"{one.name} read {one.num_prompt} prompt tokens, but was given {asked}"
     return None
 
 
@@ -104,12 +128,17 @@ def is_estimate(arm: Arm, base: Arm) -> bool:
     return len(arm.work) != len(base.work)
 
 
-def measure_usage(events: Sequence[Event], info: EngineInfo) -> Usage:
-    """Add up what a run's events say. The pool must have been empty when they began."""
+def measure_usage(events: Sequence[Event], info: EngineInfo, step_seconds: float) -> Usage:
+    """Add up what a run's events say. The pool must have been empty when they began.
+
+    step_seconds: what all the steps took, from outside. Publishing the events is the part of it that no event
+    can tell.
+    """
     owned: dict[int, BlockDelta] = {}
     written = num_steps = wasted = preemptions = 0
     used_blocks: list[int] = []
     written_tokens: list[int] = []
+    stages = dict.fromkeys(StepTimes._fields, 0.0)
     for event in events:
         for delta in event.blocks:
             if before := owned.pop(delta.block, None):
@@ -119,12 +148,15 @@ def measure_usage(events: Sequence[Event], info: EngineInfo) -> Usage:
                 written += delta.filled
         if isinstance(event, StepEvent):
             num_steps += 1
+            for stage, seconds in event.times._asdict().items():
+                stages[stage] += seconds
             if event.num_waiting:
                 wasted += info.max_num_seqs - len(event.slots)
             used_blocks.append(len(owned))
             written_tokens.append(written)
         else:
             preemptions += event.kind == "preempted"
+    stages["emit"] = step_seconds - sum(stages.values())
     return Usage(
         num_steps=num_steps,
         wasted_slot_steps=wasted / max(num_steps * info.max_num_seqs, 1),
@@ -132,4 +164,5 @@ def measure_usage(events: Sequence[Event], info: EngineInfo) -> Usage:
         mean_kv=sum(used_blocks) / max(num_steps, 1) / info.num_blocks,
         written_kv=sum(written_tokens) / max(sum(used_blocks) * info.block_size, 1),
         num_preemptions=preemptions,
+        stages={stage: seconds / (step_seconds or 1.0) for stage, seconds in stages.items()},
     )

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 W96_REQUESTS = 96
 W96_LARGEST_TOKEN = 40_000
+WARM_UP_REQUESTS = 8  # the first of the workload, cut to WARM_UP_TOKENS each
+WARM_UP_TOKENS = 8
 SMALLEST_TOKEN = 100  # those below are special in many vocabularies
 
 
@@ -46,3 +48,16 @@ def _fold(token: int, largest: int) -> int:
 
 def num_output_tokens(work: Sequence[WorkItem]) -> int:
     return sum(item.num_output for item in work)
+
+
+def num_prompt_tokens(work: Sequence[WorkItem]) -> int:
+    return sum(len(item.prompt) for item in work)
+
+
+def describe_work(work: Sequence[WorkItem]) -> str:
+    """The work in one line."""
+    arrival = f"arriving over {work[-1].due:.1f} s" if work[-1].due else "all at once"
+    return (
+        f"{len(work)} requests {arrival}: {num_prompt_tokens(work)} prompt tokens, "
+        f"{num_output_tokens(work)} output tokens"
+    )

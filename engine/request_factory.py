@@ -9,22 +9,30 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from engine.detokenizer import Detokenizer, make_decoder
 from engine.model import LoadedModel
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 
+BYTES = (bytes, bytearray, memoryview)  # sequences of integers, but not of token ids
+
+
+def check_text(text: str) -> None:
+    """Raises ValueError for a string that no encoding can hold."""
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise ValueError(f"a prompt must be text, and half a surrogate pair is none: {text!r:.80}")
+
 
 class RequestFactory:
     """Makes requests for one model.
 
     context_limit: most tokens of a prompt and its output together.
-    num_tokens: ids below this can be sampled; the rest of the vocabulary is padding.
+    known_tokens: ids that can be sampled; the rest of the vocabulary is padding.
     """
 
-    def __init__(self, loaded: LoadedModel, context_limit: int, num_tokens: int, seed: int):
+    def __init__(self, loaded: LoadedModel, context_limit: int, known_tokens: Collection[int], seed: int):
         self._tokenizer = loaded.tokenizer
         self._special_tokens: dict[str, int] = loaded.tokenizer.get_added_vocab()
         added = loaded.tokenizer.added_tokens_decoder
@@ -32,7 +40,7 @@ class RequestFactory:
         self._eos_token_ids = loaded.eos_token_ids
         self._vocab_size = loaded.config.vocab_size
         self._context_limit = context_limit
-        self._num_tokens = num_tokens
+        self._known_tokens = known_tokens
         self._seed = seed
         self._arrivals = itertools.count()
 
@@ -61,9 +69,9 @@ class RequestFactory:
             )
         for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             for token in tokens or ():
-                if token >= self._num_tokens:
+                if token not in self._known_tokens:
                     raise ValueError(
-                        f"{name}: token id {token} is not in the vocabulary (0 to {self._num_tokens - 1})"
+                        f"{name}: token id {token} is not in the vocabulary (0 to {max(self._known_tokens)})"
                     )
         group: list[Request] = []
         for index in range(params.n):
@@ -94,15 +102,18 @@ class RequestFactory:
 
     def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
-            if any("\ud800" <= char <= "\udfff" for char in prompt):
-                raise ValueError(f"a prompt must be text, and half a surrogate pair is none: {prompt!r:.80}")
+            check_text(prompt)
             try:
                 token_ids = list(self._tokenizer(prompt)["input_ids"])
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:  # a tokenizer written in Rust may panic, which is no Exception
                 raise ValueError(f"the tokenizer cannot read this prompt: {error}") from error
-        elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
+        elif (
+            isinstance(prompt, Sequence)
+            and not isinstance(prompt, BYTES)
+            and all(type(token) is int for token in prompt)
+        ):
             token_ids = list(prompt)
         else:
             raise ValueError(f"a prompt must be a string or a list of token ids, not {prompt!r:.80}")

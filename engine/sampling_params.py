@@ -120,7 +120,8 @@ def _check_float(
 def _checked_stop(stop: Any) -> tuple[str, ...]:
     if stop is None:
         return ()
-    strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
+    is_list = isinstance(stop, Iterable) and not isinstance(stop, str | bytes | Mapping)
+    strings = tuple(stop) if is_list else (stop,)
     if not all(isinstance(string, str) and string for string in strings):
         raise ValueError(f"stop must be a non-empty string or a list of them, not {stop!r}")
     return strings

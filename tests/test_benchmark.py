@@ -6,16 +6,17 @@ Most tests run a stub engine on a clock of its own, so nothing here depends on h
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 
 import pytest
 
 import benchmark
-from bench.measures import Arm, InvalidRun, measure_usage, percentile, why_unfair
-from bench.report import speed_up, table
+from bench.compare import speed_up, table
+from bench.measures import Arm, InvalidRun, Terms, measure_usage, percentile, why_unfair
 from bench.runs import run_mode
-from bench.workload import WorkItem, build_workload, num_output_tokens
+from bench.workload import WorkItem, build_workload, num_output_tokens, num_prompt_tokens
 from engine import CompletionOutput, ContinuousEngine, RequestMetrics, RequestOutput
 from engine.events import BlockDelta, EngineInfo, EventBus, LifecycleEvent, SlotUse, StepEvent, StepTimes
 from tests.support import tiny_folder
@@ -33,7 +34,8 @@ class FakeClock:
         return self.time
 
     def sleep(self, seconds: float) -> None:
-        self.time += seconds
+        # Some time passes even if it is too little to be added, as with a real clock.
+        self.time = max(self.time + seconds, math.nextafter(self.time, math.inf))
 
 
 class StubEngine:
@@ -83,13 +85,9 @@ def make_work(*num_outputs: int) -> list[WorkItem]:
 def make_arm(name: str, seconds: float, work=None, **changes) -> Arm:
     work = work or make_work(4, 2)
     times = [[float(i + 1) for i in range(item.num_output)] for item in work]
-    return Arm(
-        **{"dtype": "float32", "set_up_seconds": 0.0} | changes,
-        name=name,
-        work=work,
-        seconds=seconds,
-        token_times=times,
-    )
+    terms = {"dtype": "float32", "weights": "float32", "threads": 2} | changes
+    num_prompt = terms.pop("num_prompt", num_prompt_tokens(work))
+    return Arm(name, Terms(**terms), work, seconds, times, num_prompt, warm_up_seconds=0.0)
 
 
 # -- the work ---------------------------------------------------------------------------------------
@@ -136,7 +134,7 @@ def test_warm_up_is_not_timed_and_is_shown_apart():
     """CASES 89: the first step takes 5 s (compiling, say), later ones 0.1 s."""
     clock = FakeClock()
     arm = run_mode(StubEngine(clock, first_seconds=5.0), "naive", make_work(50), clock)
-    assert arm.set_up_seconds > 5
+    assert arm.warm_up_seconds > 5
     assert arm.tokens_per_second == pytest.approx(10)
     assert percentile(arm.gaps, 50) == percentile(arm.gaps, 95) == pytest.approx(0.1)
 
@@ -163,10 +161,9 @@ def test_usage_counts_idle_slots_only_while_somebody_waits():
         )
 
     def step(num_busy, num_waiting, *blocks):
+        times = StepTimes(schedule=0.1, prepare=0.1, forward=1.5, sample=0.1, postprocess=0.1)
         slots = tuple(SlotUse(slot, "a", "decode", 1, 1, 1, 1) for slot in range(num_busy))
-        return StepEvent(
-            0, 0.0, 1, "static", StepTimes(0, 0, 0, 0, 0), slots, blocks, 0, 0, 0, 0, num_waiting, ""
-        )
+        return StepEvent(0, 0.0, 1, "static", times, slots, blocks, 0, 0, 0, 0, num_waiting, "")
 
     events = [
         step(4, 9, delta(0, "a", 16), delta(1, "a", 0)),
@@ -175,12 +172,14 @@ def test_usage_counts_idle_slots_only_while_somebody_waits():
         LifecycleEvent(0, 0.0, 3, "preempted", "a", blocks=(delta(1, None, 0),)),
         step(1, 0),
     ]
-    usage = measure_usage(events, INFO)
+    usage = measure_usage(events, INFO, step_seconds=8.0)
     assert usage.num_steps == 4 and usage.num_preemptions == 1
     assert usage.wasted_slot_steps == 3 / 16
     assert usage.peak_kv == 2 / 64
     assert usage.mean_kv == (2 + 2 + 1 + 0) / 4 / 64
     assert usage.written_kv == (16 + 24 + 8) / (5 * 16)
+    assert usage.overhead == pytest.approx(1 - 4 * 1.5 / 8)
+    assert usage.stages["emit"] == pytest.approx((8 - 4 * 1.9) / 8)  # what the events cannot tell
 
 
 # -- what makes a run invalid -------------------------------------------------------------------------
@@ -216,7 +215,10 @@ def test_no_speed_up_between_arms_that_did_not_do_equal_work():
     other_prompts = [item._replace(prompt=(9, 9)) for item in make_work(4, 2)]
     for base, reason in [
         (make_arm("naive", 3.0, dtype="bfloat16"), "bfloat16"),
-        (make_arm("naive", 3.0, uses_kv_cache=False), "KV cache"),
+        (make_arm("naive", 3.0, kv_cache=False), "different kv cache"),
+        (make_arm("naive", 3.0, weights="Q4_1"), "different weights (continuous: float32, naive: Q4_1)"),
+        (make_arm("naive", 3.0, threads=1), "different threads"),
+        (make_arm("naive", 3.0, num_prompt=9), "naive read 9 prompt tokens, but was given 4"),
         (make_arm("naive", 3.0, work=make_work(4, 3)), "different work"),
         (make_arm("naive", 3.0, work=other_prompts), "different work"),
     ]:

@@ -129,3 +129,38 @@ def test_original_length_beside_the_rope_settings(tmp_path, kind):
         with torch.inference_mode():
             expected = reference(torch.tensor([tokens])).logits[0, -1:]
         torch.testing.assert_close(Driver(model).step({0: tokens}), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_quantized_checkpoint_read_as_plain_numbers(tmp_path):
+    folder = save(tiny_reference("llama"), tmp_path / "named")
+    config = json.loads((folder / "config.json").read_text())
+    quantized = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
+    with pytest.raises(ModelLoadError, match=r"bitsandbytes.*not supported"):
+        load_model(str(folder), device="cpu")
+    folder = save(tiny_reference("llama"), tmp_path / "unnamed")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=f"{name} holds I8 numbers"):
+        load_model(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("generation_config.json", "{"),
+        ("generation_config.json", "[]"),
+        ("generation_config.json", '{"eos_token_id": "end"}'),
+        ("model.safetensors.index.json", "{}"),
+        ("model.safetensors.index.json", '{"weight_map": [1]}'),
+        ("model.safetensors.index.json", "nonsense"),
+    ],
+)
+def test_damaged_file_beside_the_weights_is_named(tmp_path, file, content):
+    folder = save(tiny_reference("llama"), tmp_path / "m")
+    if "index" in file:
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    (folder / file).write_text(content)
+    with pytest.raises(ModelLoadError, match=file.replace(".", r"\.")):
+        load_model(str(folder), device="cpu")

@@ -172,9 +172,9 @@ def test_smollm2_text_joins_for_any_tokens():
     from transformers import AutoTokenizer
 
     from engine.model.gguf import convert_gguf
-    from engine.model.loader import _packaged_gguf
+    from engine.model.loader import packaged_gguf
 
-    tokenizer = AutoTokenizer.from_pretrained(convert_gguf(_packaged_gguf(), lambda stage, fraction: None))
+    tokenizer = AutoTokenizer.from_pretrained(convert_gguf(packaged_gguf(), lambda stage, fraction: None))
 
     def decode(ids):
         return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
