@@ -2,7 +2,8 @@
 
 To read it, follow a request: `llm.py` or `runner.py` -> `continuous_engine.py` (the step) ->
 `request_factory.py`, `request.py` -> `scheduler.py` -> `memory.py` -> `model_runner.py`, `batch.py` ->
-`model/` -> `sampler.py` -> `detokenizer.py` -> `journal.py`, `events.py`, `trace.py`.
+`model/` -> `sampling_plan.py`, `sampler.py` -> `detokenizer.py` -> `journal.py`, `events.py`, `trace.py`.
+For a GPU, `transfer.py` and `cuda_graphs.py`; on a CPU they do nothing.
 """
 
 import os

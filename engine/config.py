@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike
 from typing import Literal, get_args
 
 from engine.events import Mode
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8"]
+AttentionName = Literal["sdpa", "triton"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +32,15 @@ class EngineConfig:
         limit is never more than the pool holds: `min(max_model_len, num_blocks * block_size)`.
     enable_prefix_caching: share the blocks of equal prefixes (continuous mode only: the other two
         reserve memory the old way, and that is what they are there to show).
+    attention_backend: "sdpa", PyTorch's own kernels, or "triton", one of ours for decoding on a GPU.
+    enforce_eager: run every step kernel by kernel. Without it, decode steps on a GPU are CUDA graphs.
     quantization: "int8" holds the weights of linear layers in 8 bits and multiplies in 8 bits, on a CPU;
         None keeps them in `dtype`.
     speculative: not supported yet; any value but None is refused.
     seed: for requests without a seed of their own.
     """
 
-    model: str = "auto"
+    model: str | PathLike[str] = "auto"
     mode: Mode = "continuous"
     dtype: Dtype = "auto"
     device: str = "auto"
@@ -47,16 +51,29 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
+    attention_backend: AttentionName = "sdpa"
+    enforce_eager: bool = False
     quantization: Quantization | None = None
     speculative: None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, PathLike):
+            object.__setattr__(self, "model", str(self.model))
+        if not isinstance(self.model, str):
+            raise ValueError(f"model must be a name or a path, not {self.model!r:.80}")
+        for name, kind in (("enable_prefix_caching", bool), ("enforce_eager", bool), ("seed", int)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+                raise ValueError(f"{name} must be {kind.__name__}, not {value!r:.80}")
         check_mode(self.mode)
         if self.dtype not in get_args(Dtype):
             raise ValueError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(get_args(Dtype))}")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"unknown device {self.device!r}; choose one of auto, cpu, cuda")
+        if self.attention_backend not in get_args(AttentionName):
+            names = ", ".join(get_args(AttentionName))
+            raise ValueError(f"unknown attention_backend {self.attention_backend!r}; choose one of {names}")
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             _check_positive(name, getattr(self, name))
         for name in ("num_blocks", "kv_cache_memory_bytes", "max_model_len"):

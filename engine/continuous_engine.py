@@ -24,10 +24,11 @@ from engine.model_runner import ModelRunner
 from engine.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
 from engine.request import Request, RequestStatus
 from engine.request_factory import RequestFactory
-from engine.sampler import Sample, Sampler
+from engine.sampler import Choice, Sample, Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Grant, Scheduler
-from engine.sizing import context_limit, fit_num_blocks
+from engine.sizing import choose_num_blocks, context_limit
+from engine.transfer import download, mark_time, upload
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ class ContinuousEngine:
         self.mode: Mode = config.mode
         self.is_driven = False  # an EngineRunner steps this engine; nobody else may
         self.tokenizer = loaded.tokenizer
-        num_blocks = config.num_blocks or fit_num_blocks(loaded, config)
+        self._device = loaded.device
+        num_blocks = choose_num_blocks(loaded, config)
         self.info = EngineInfo(
             model=loaded.name,
             dtype=str(loaded.dtype).removeprefix("torch."),
@@ -54,12 +56,13 @@ class ContinuousEngine:
             context_limit=context_limit(loaded, config, num_blocks),
         )
         # The tokenizer may know fewer ids than the model has logits: the rest is padding, never sampled.
-        num_tokens = min(max(loaded.tokenizer.get_vocab().values()) + 1, loaded.config.vocab_size)
-        self._factory = RequestFactory(loaded, self.info.context_limit, num_tokens, config.seed)
+        known = {id for id in loaded.tokenizer.get_vocab().values() if id < loaded.config.vocab_size}
+        self._factory = RequestFactory(loaded, self.info.context_limit, known, config.seed)
         self._pool = BlockPool(num_blocks, config.block_size)
         self._scheduler = Scheduler(self._pool, self.info, config.mode, config.enable_prefix_caching)
-        self._runner = ModelRunner(loaded, num_blocks, config.block_size)
-        self._sampler = Sampler(num_tokens)
+        self._runner = ModelRunner(loaded, config, num_blocks, self.info.context_limit)
+        gaps = [id for id in range(max(known)) if id not in known]
+        self._sampler = Sampler(max(known) + 1, gaps, loaded.device)
         self.events = EventBus(self.info, config.mode, time.monotonic())
         self._journal = Journal(self.events, self._scheduler)
         self._unfinished: dict[str, Request] = {}
@@ -77,7 +80,9 @@ class ContinuousEngine:
         priority: int = 0,
     ) -> Request:
         """Check a request without queueing it; any thread may. Raises ValueError naming what is wrong."""
-        return self._factory.make(request_id, prompt, params or SamplingParams(), priority)
+        return self._factory.make(
+            request_id, prompt, SamplingParams() if params is None else params, priority
+        )
 
     def enqueue(self, request: Request) -> None:
         """Put a request and its group into the waiting queue. Raises ValueError if an id is in use."""
@@ -101,8 +106,11 @@ class ContinuousEngine:
     ) -> Request:
         """Check and queue a request; lower `priority` goes first.
 
-        Raises ValueError naming the field or the limit; then nothing was queued.
+        Raises ValueError naming the field or the limit, RuntimeError if an `EngineRunner` steps this engine
+        on its thread; then nothing was queued.
         """
+        if self.is_driven:
+            raise RuntimeError("an EngineRunner drives this engine: use its submit()")
         request = self.make_request(request_id, prompt, params, priority)
         self.enqueue(request)
         return request
@@ -179,12 +187,17 @@ class ContinuousEngine:
         self._runner.copy_blocks(schedule.copies)
         try:
             batch = self._runner.prepare(schedule.grants)
+            plan = self._sampler.plan([grant.request for grant in schedule.grants if grant.samples])
+            upload(self._device, batch, plan)
             marks.append(time.monotonic())
-            logits = self._runner.forward(batch)
-            broken = self._runner.find_broken(batch)
-            marks.append(time.monotonic())
-            samples = self._sampler(logits, [grant.request for grant in schedule.grants if grant.samples])
-            marks.append(time.monotonic())
+            logits, finite = self._runner.forward(batch)
+            when_computed = mark_time(self._device)
+            choice = self._sampler(logits, plan)
+            self._runner.keep_sampled(plan.requests, choice.tokens)
+            finite, *chosen = download(self._device, finite, *choice)
+            samples = self._sampler.read(Choice(*chosen), plan)
+            broken = self._runner.find_broken(batch.query_lens, finite.tolist())
+            marks += [when_computed(), time.monotonic()]
         except Exception as error:
             logger.exception("step %d failed", self._journal.step)
             outputs = [self._fail(grant.request, f"the engine failed: {error}") for grant in schedule.grants]

@@ -9,10 +9,31 @@ part of it is no UTF-8; here the valid characters at its beginning stay what the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from typing import Any
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a decoder makes of an incomplete character
 MAX_PENDING = 8  # tokens: an unfinished character has at most 3 bytes, so more than this is no character
+
+
+def make_decoder(tokenizer: Any, skip_special_tokens: bool = False) -> Callable[[list[int]], str]:
+    """Token ids -> text, exactly as the tokenizer decodes them.
+
+    A panic inside a tokenizer written in Rust is no `Exception`; here it is made one, a RuntimeError, so
+    that it ends the request it concerns and not the thread.
+    """
+
+    def decode(token_ids: list[int]) -> str:
+        try:
+            return tokenizer.decode(
+                token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        except (Exception, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as panic:
+            raise RuntimeError(f"the tokenizer broke: {panic}") from panic
+
+    return decode
 
 
 class IncrementalDecoder:
@@ -44,14 +65,16 @@ class IncrementalDecoder:
         return new
 
     def _is_surely_broken(self, token_id: int) -> bool:
-        """Spare decoding a long run of bytes that is no text, again and again, to see it is still none.
+        """Spare decoding a long run of tokens that is no text, again and again, to see it is still none.
 
         Once more is pending than a character has, wait for a token that is text by itself, and look at the
         whole only each time it has doubled: characters that tokens make up together may have come meanwhile.
         """
         pending = len(self._token_ids) - self._shown
-        is_power_of_2 = pending & (pending - 1) == 0
-        return pending > MAX_PENDING and not is_power_of_2 and self._decode([token_id]).endswith(REPLACEMENT)
+        if pending <= MAX_PENDING or pending & (pending - 1) == 0:
+            return False
+        alone = self._decode([token_id])
+        return not alone or alone.endswith(REPLACEMENT)
 
     def flush(self) -> str:
         """The rest, when no more tokens will come: an unfinished character stays a replacement."""
@@ -63,9 +86,17 @@ class Detokenizer:
 
     decode: token ids -> text, for all of them at once.
     stop: strings to stop at. include_stop: leave the matched string in the text.
+    hidden: tokens that `decode` skips.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str], include_stop: bool):
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        stop: Sequence[str],
+        include_stop: bool,
+        hidden: Container[int] = (),
+    ):
+        self._hidden = hidden
         self._decoder = IncrementalDecoder(decode)
         self._stop = stop
         self._include_stop = include_stop
@@ -73,6 +104,8 @@ class Detokenizer:
 
     def append(self, token_id: int, check_stop: bool = True) -> tuple[str, str | None]:
         """Add a token; return (text that can be shown now, the stop string that was reached or None)."""
+        if token_id in self._hidden:  # a run of them would be a window that never moves
+            return "", None
         return self._advance(self._decoder.append(token_id), check_stop)
 
     def flush(self, check_stop: bool = True) -> tuple[str, str | None]:

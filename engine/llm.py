@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.continuous_engine import ContinuousEngine
 from engine.model import LoadedModel, load_model
 from engine.outputs import RequestOutput
+from engine.request_factory import BYTES, check_text
 from engine.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -30,7 +31,7 @@ class LLM:
     ):
         config = EngineConfig(model=model, **options)
         loaded = load_model(
-            config.model,
+            str(config.model),
             dtype=config.dtype,
             device=config.device,
             max_model_len=config.max_model_len,
@@ -76,7 +77,7 @@ class LLM:
         if isinstance(sampling_params, Sequence):
             each = list(sampling_params)
         else:
-            each = [sampling_params or SamplingParams()] * len(prompts)
+            each = [SamplingParams() if sampling_params is None else sampling_params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(each)} sampling_params")
         requests = [
@@ -102,6 +103,8 @@ class LLM:
 
         Raises ValueError if the model has no chat template, and as `generate` does.
         """
+        if not isinstance(conversations, Sequence):
+            raise ValueError(f"conversations must be lists of messages, not {conversations!r:.80}")
         if conversations and isinstance(conversations[0], dict):
             conversations = [conversations]  # type: ignore[assignment]
         prompts = [self.chat_prompt(messages) for messages in conversations]  # type: ignore[arg-type]
@@ -114,12 +117,17 @@ class LLM:
                 f"{self.engine.info.model} has no chat template: use generate() with a prompt of your own"
             )
         for message in messages:
-            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            has_body = isinstance(message, dict) and ("content" in message or "tool_calls" in message)
+            if not has_body or "role" not in message:
                 raise ValueError(f"a message must have a role and a content, unlike {message!r:.80}")
-        encoded = self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=True
-        )
-        return list(encoded["input_ids"])
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # the template's language has exceptions of its own
+            raise ValueError(f"the chat template cannot render these messages: {error}") from error
+        check_text(text)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _run(self, num_requests: int, use_tqdm: bool) -> dict[str, RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
@@ -139,7 +147,7 @@ class LLM:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, text or token ids, is a list of one."""
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, BYTES):
         raise ValueError(f"prompts must be a string, token ids, or a list of these, not {prompts!r:.80}")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]

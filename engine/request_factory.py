@@ -9,28 +9,38 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from engine.detokenizer import Detokenizer
+from engine.detokenizer import Detokenizer, make_decoder
 from engine.model import LoadedModel
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+
+BYTES = (bytes, bytearray, memoryview)  # sequences of integers, but not of token ids
+
+
+def check_text(text: str) -> None:
+    """Raises ValueError for a string that no encoding can hold."""
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise ValueError(f"a prompt must be text, and half a surrogate pair is none: {text!r:.80}")
 
 
 class RequestFactory:
     """Makes requests for one model.
 
     context_limit: most tokens of a prompt and its output together.
-    num_tokens: ids below this can be sampled; the rest of the vocabulary is padding.
+    known_tokens: ids that can be sampled; the rest of the vocabulary is padding.
     """
 
-    def __init__(self, loaded: LoadedModel, context_limit: int, num_tokens: int, seed: int):
+    def __init__(self, loaded: LoadedModel, context_limit: int, known_tokens: Collection[int], seed: int):
         self._tokenizer = loaded.tokenizer
         self._special_tokens: dict[str, int] = loaded.tokenizer.get_added_vocab()
+        added = loaded.tokenizer.added_tokens_decoder
+        self._hidden = frozenset(token for token, about in added.items() if about.special)
         self._eos_token_ids = loaded.eos_token_ids
         self._vocab_size = loaded.config.vocab_size
         self._context_limit = context_limit
-        self._num_tokens = num_tokens
+        self._known_tokens = known_tokens
         self._seed = seed
         self._arrivals = itertools.count()
 
@@ -48,6 +58,8 @@ class RequestFactory:
             raise ValueError(f"sampling_params must be SamplingParams, not {params!r:.80}")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ValueError(f"priority must be an integer, not {priority!r}")
+        if params.skip_special_tokens:
+            self._check_stop_can_match(params.stop)
         token_ids = self._token_ids(prompt)
         room = self._context_limit - len(token_ids)
         if room < 1:
@@ -57,15 +69,16 @@ class RequestFactory:
             )
         for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             for token in tokens or ():
-                if token >= self._num_tokens:
+                if token not in self._known_tokens:
                     raise ValueError(
-                        f"{name}: token id {token} is not in the vocabulary (0 to {self._num_tokens - 1})"
+                        f"{name}: token id {token} is not in the vocabulary (0 to {max(self._known_tokens)})"
                     )
         group: list[Request] = []
         for index in range(params.n):
             arrival = next(self._arrivals)
-            # Without a seed of its own, a request is seeded by its place in the engine's life.
-            seed = f"{self._seed}:{arrival}" if params.seed is None else params.seed
+            # Without a seed of its own, a request is seeded by its place in the engine's life. The words keep
+            # the two kinds of seed apart, and a string keeps its sign, which a number would lose.
+            seed = f"engine {self._seed}:{arrival}" if params.seed is None else f"own {params.seed}:{index}"
             Request(
                 request_id=f"{request_id}:{index}" if index else request_id,
                 prompt_token_ids=token_ids,
@@ -73,9 +86,12 @@ class RequestFactory:
                 max_tokens=min(params.max_tokens, room),
                 stop_tokens=self._stop_tokens(params),
                 detokenizer=Detokenizer(
-                    self._decoder(params), params.stop, params.include_stop_str_in_output
+                    make_decoder(self._tokenizer, params.skip_special_tokens),
+                    params.stop,
+                    params.include_stop_str_in_output,
+                    self._hidden if params.skip_special_tokens else (),
                 ),
-                rng=random.Random(f"{seed}:{index}" if index else seed),
+                rng=random.Random(seed),
                 arrival=arrival,
                 arrival_time=time.monotonic(),
                 priority=priority,
@@ -86,10 +102,18 @@ class RequestFactory:
 
     def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
-            if any("\ud800" <= char <= "\udfff" for char in prompt):
-                raise ValueError(f"a prompt must be text, and half a surrogate pair is none: {prompt!r:.80}")
-            token_ids = list(self._tokenizer(prompt)["input_ids"])
-        elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
+            check_text(prompt)
+            try:
+                token_ids = list(self._tokenizer(prompt)["input_ids"])
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # a tokenizer written in Rust may panic, which is no Exception
+                raise ValueError(f"the tokenizer cannot read this prompt: {error}") from error
+        elif (
+            isinstance(prompt, Sequence)
+            and not isinstance(prompt, BYTES)
+            and all(type(token) is int for token in prompt)
+        ):
             token_ids = list(prompt)
         else:
             raise ValueError(f"a prompt must be a string or a list of token ids, not {prompt!r:.80}")
@@ -112,12 +136,12 @@ class RequestFactory:
         stop_tokens.update({self._special_tokens[s]: s for s in params.stop if s in self._special_tokens})
         return stop_tokens
 
-    def _decoder(self, params: SamplingParams):
-        def decode(token_ids: list[int]) -> str:
-            return self._tokenizer.decode(
-                token_ids,
-                skip_special_tokens=params.skip_special_tokens,
-                clean_up_tokenization_spaces=False,
-            )
-
-        return decode
+    def _check_stop_can_match(self, stop: Sequence[str]) -> None:
+        """Special tokens are skipped in the text, so a stop string with one *inside* would never be found."""
+        for string in stop:
+            for special, token in self._special_tokens.items():
+                if token in self._hidden and special != string and special in string:
+                    raise ValueError(
+                        f"stop: {string!r} contains {special!r}, which the text does not show: set "
+                        f"skip_special_tokens=False, or stop at {special!r} itself"
+                    )

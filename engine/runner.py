@@ -7,6 +7,7 @@ carries out between two steps, and get a `RequestHandle` on which the deltas arr
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import logging
 import queue
@@ -34,7 +35,8 @@ T = TypeVar("T")
 class RequestHandle:
     """One submitted request, as its owner sees it. Safe to use from any thread.
 
-    Iterate over it (also with `async for`) for the deltas: a single consumer gets each exactly once.
+    Iterate over it (also with `async for`) for the deltas. Each comes exactly once, so two consumers share
+    them, and iterating again after the end brings none.
     `output`, `text` and the other properties show the whole so far, as often as wanted.
     """
 
@@ -43,11 +45,11 @@ class RequestHandle:
         self.session = session
         self._request = request
         self._runner = runner
-        self._deltas: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+        self._deltas: queue.SimpleQueue[RequestOutput | None] = queue.SimpleQueue()  # None: that was all
         self._lock = threading.Lock()
         self._output: RequestOutput | None = None
         self._done = threading.Event()
-        self._waker: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        self._wakers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     @property
     def output(self) -> RequestOutput | None:
@@ -89,23 +91,28 @@ class RequestHandle:
         return output
 
     def __iter__(self) -> Iterator[RequestOutput]:
-        while True:
-            delta = self._deltas.get()
+        while (delta := self._deltas.get()) is not None:
             yield delta
-            if delta.finished:
-                return
+        self._deltas.put(None)  # for whoever else iterates, now or later
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         wake = asyncio.Event()
-        self._waker = (asyncio.get_running_loop(), wake)
-        while True:
-            wake.clear()  # before looking, so that a delta that comes meanwhile sets it again
-            while not self._deltas.empty():
-                delta = self._deltas.get()
-                yield delta
-                if delta.finished:
+        waker = (asyncio.get_running_loop(), wake)
+        self._wakers.append(waker)
+        try:
+            while True:
+                wake.clear()  # before looking, so that a delta that comes meanwhile sets it again
+                try:
+                    delta = self._deltas.get_nowait()
+                except queue.Empty:
+                    await wake.wait()
+                    continue
+                if delta is None:
+                    self._deltas.put(None)
                     return
-            await wake.wait()
+                yield delta
+        finally:
+            self._wakers.remove(waker)
 
     def _lost(self, error: str) -> RequestOutput:
         """The last delta of a request that the engine can no longer end: of what is not done, an error."""
@@ -130,6 +137,7 @@ class RequestHandle:
                 self._output.extend(delta)
         self._deltas.put(delta)
         if delta.finished:
+            self._deltas.put(None)
             self._done.set()
 
 
@@ -142,12 +150,20 @@ class EngineRunner:
     """
 
     def __init__(self, engine: ContinuousEngine, turns: Turns | None = None):
-        """turns: shared with the runners of other engines over the same model, if there are any."""
+        """turns: shared with the runners of other engines over the same model, if there are any.
+
+        Raises RuntimeError if another runner drives this engine.
+        """
+        if engine.is_driven:
+            raise RuntimeError("another EngineRunner drives this engine already")
         self._engine = engine
         self._engine.is_driven = True
         self._turns = turns or Turns()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._handles: dict[str, RequestHandle] = {}
+        self._id_prefix = "r"
+        while any(taken.startswith(self._id_prefix) for taken in engine.unfinished_ids):
+            self._id_prefix += "r"  # somebody added requests by hand before
         self._ids = itertools.count()
         self._paused = False
         self._closing = False
@@ -157,6 +173,8 @@ class EngineRunner:
         self._stats = engine.stats()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        # A thread that is inside PyTorch when the interpreter ends takes the whole process down with it.
+        atexit.register(self._stop_at_exit)
 
     # -- for any thread ---------------------------------------------------------------------------
 
@@ -190,7 +208,7 @@ class EngineRunner:
         """Queue (prompt, params) pairs between the same two steps: all of them, or none if one is refused."""
         self._check_open()
         requests = [
-            self._engine.make_request(f"r{next(self._ids)}", prompt, params, priority)
+            self._engine.make_request(f"{self._id_prefix}{next(self._ids)}", prompt, params, priority)
             for prompt, params in prompts
         ]
         handles = [RequestHandle(self, request, session) for request in requests]
@@ -208,24 +226,23 @@ class EngineRunner:
         self._commands.put(lambda: self._deliver([self._engine.abort(request_id)]))
 
     def set_mode(self, mode: Mode) -> None:
-        """Switch the mode before the next step. Raises ValueError on an unknown one."""
+        """Switch the mode before the next step.
+
+        Raises ValueError on an unknown one, RuntimeError if the runner is shut down, as all below do.
+        """
         check_mode(mode)
-        self._commands.put(lambda: self._engine.set_mode(mode))
+        self._put(lambda: self._engine.set_mode(mode))
 
     def pause(self) -> None:
-        """Take no more steps until `resume`, except by `step_once`. Submitting goes on.
+        """Take no more steps until `resume`, except by `step_once`. Submitting goes on."""
 
-        A step that is being taken is finished. A runner that shuts down cannot be paused.
-        """
-        self._paused = True
+        def pause() -> None:
+            self._paused = not self._closing  # who is on the way out does not stop in the door
+
+        self._put(pause)
 
     def resume(self) -> None:
-        self._paused = False
-        self._commands.put(lambda: None)  # wakes the thread, which may wait for a command
-
-    @property
-    def is_paused(self) -> bool:
-        return self._paused and not self._closing
+        self._put(lambda: setattr(self, "_paused", False))
 
     def step_once(self, timeout: float | None = None) -> list[RequestOutput]:
         """Take one step now and return its deltas (they also reach their handles)."""
@@ -240,18 +257,23 @@ class EngineRunner:
         self._call(self._engine.check_integrity, timeout)
 
     def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
-        """Stop. drain: let unfinished requests run to their end first; otherwise they are aborted."""
-        if self._closing:
-            return
+        """Stop, and wait for the end, at most `timeout` seconds.
+
+        drain: let unfinished requests run to their end first; otherwise they are aborted. A later call may
+        wait on, or with drain=False end what an earlier one lets run.
+        """
 
         def close() -> None:
             self._closing = True
+            self._paused = False
             if not drain:
                 self._abort_all()
 
         self._commands.put(close)
         self._thread.join(timeout)
-        self._engine.is_driven = self._thread.is_alive()
+
+    def _stop_at_exit(self) -> None:
+        self.shutdown(drain=False, timeout=10)
 
     def _check_open(self) -> None:
         if self._closing or self._closed:
@@ -283,14 +305,21 @@ class EngineRunner:
     # -- on the engine's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closing or self._has_work():
-            self._obey(wait=self.is_paused or not self._has_work())
-            if self._has_work() and not self.is_paused:
-                self._step()
-        with self._door:
-            self._closed = True
-        self._obey(wait=False)  # what was submitted while the last step ran
-        self._guard(self._abort_all)
+        try:
+            while not self._closing or self._has_work():
+                self._obey(wait=self._paused or not self._has_work())
+                if self._has_work() and not self._paused:
+                    self._step()
+        except BaseException:
+            logger.exception("the engine's thread ends")
+            self.healthy = False
+        finally:  # come what may, nobody is left waiting
+            with self._door:
+                self._closed = True
+            self._obey(wait=False)  # what was submitted while the last step ran
+            self._guard(self._abort_all)
+            self._engine.is_driven = False
+            atexit.unregister(self._stop_at_exit)
 
     def _has_work(self) -> bool:
         return self.healthy and self._engine.has_unfinished()
@@ -324,7 +353,7 @@ class EngineRunner:
         """
         try:
             action()
-        except Exception as error:
+        except BaseException as error:  # a panic in Rust, from a tokenizer, is no Exception
             logger.exception("the engine broke; ending every request")
             self._fail_all(f"the engine failed: {error}")
         if not self.healthy:  # the engine may not even be able to end them
@@ -340,7 +369,7 @@ class EngineRunner:
             for request_id in self._engine.unfinished_ids:
                 outputs.append(self._engine.fail(request_id, error))
             self._engine.check_integrity()
-        except Exception:
+        except BaseException:
             logger.exception("the engine's books do not add up")
             self.healthy = False
         self._deliver(outputs)  # last, so that whoever sees the error sees the state of health it left
@@ -354,8 +383,7 @@ class EngineRunner:
             handle._deliver(output)
             if output.finished:
                 del self._handles[output.request_id]
-            if handle._waker:
-                loop, event = handle._waker
+            for loop, event in list(handle._wakers):
                 wakers.setdefault(loop, []).append(event)
         for loop, events in wakers.items():  # one call per loop and step, however many handles it has
             try:

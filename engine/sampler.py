@@ -3,19 +3,21 @@
 A row's result depends on nothing but its logits, its parameters and its own random numbers. Batch
 mates change neither: every row draws exactly one uniform number per token, from its request's own
 generator, and inverts the cumulative distribution at that point.
+
+On a GPU nothing here is read back: what was chosen stays there until the step's one copy to the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.request import Request
+from engine.sampling_plan import SamplingPlan, plan_sampling
 
-FLOAT_MAX = torch.finfo(torch.float32).max
 FIRST_CANDIDATES = 512  # top_p looks at this many tokens before it sorts the whole vocabulary
 
 
@@ -32,132 +34,140 @@ class Sample(NamedTuple):
     logprobs: list[TokenLogprob] | None
 
 
-class Sampler:
-    """Samples token ids. `vocab_size`: ids from here on are padding of the logits, never sampled."""
+class Choice(NamedTuple):
+    """What was sampled, on the device: see `Sampler.read`.
 
-    def __init__(self, vocab_size: int):
+    tokens: int64 [S], -1 where nothing can be sampled. reports: float64 [reported rows, 2 + 2 * k], the
+    chosen token's log-probability and rank, then the k likeliest tokens' log-probabilities and ids.
+    """
+
+    tokens: Tensor
+    reports: Tensor
+
+
+class Sampler:
+    """Samples token ids.
+
+    vocab_size: ids from here on are padding of the logits, never sampled. gaps: nor are these below it,
+    which the tokenizer does not know.
+    """
+
+    def __init__(self, vocab_size: int, gaps: Sequence[int] = (), device: torch.device | str = "cpu"):
         self.vocab_size = vocab_size
+        self._gaps = torch.tensor(gaps, dtype=torch.int64, device=device) if gaps else None
+
+    def plan(self, requests: Sequence[Request]) -> SamplingPlan:
+        """What these S requests ask for, in row order; on the host, to be taken to the logits' device."""
+        return plan_sampling(requests, self.vocab_size)
 
     @torch.inference_mode()  # as the logits were made: only so may they be changed in place
-    def __call__(self, logits: Tensor, requests: Sequence[Request]) -> list[Sample | None]:
-        """One sample a row; None where a row's logits are not finite, so that nothing can be sampled.
+    def __call__(self, logits: Tensor, plan: SamplingPlan) -> Choice:
+        """Choose a token a row; none where a row's logits are not finite, so that nothing can be sampled.
 
-        logits: float32 [S, vocabulary], may be overwritten. requests: the S requests, in row order.
+        logits: float32 [S, vocabulary], may be overwritten.
         """
         logits = logits[:, : self.vocab_size]
-        reported = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
-        logprobs = logits[reported].log_softmax(dim=-1) if reported else None  # before anything changes them
-        self._apply_bias(logits, requests)
-        self._apply_penalties(logits, requests)
-        self._forbid_early_stops(logits, requests)
+        # Before anything changes them.
+        logprobs = None if plan.reported_rows is None else _pick(logits, plan.reported_rows).log_softmax(-1)
+        _apply_bias(logits, plan)
+        _apply_penalties(logits, plan)
+        _forbid_early_stops(logits, plan)
+        if self._gaps is not None:
+            logits.index_fill_(1, self._gaps, -torch.inf)
         # NaN and infinity win every comparison, so the largest value tells of any in its row, be it the
         # model's or extreme parameters' doing; -infinity is left where every token is forbidden.
         largest, tokens = logits.max(dim=-1)
-        usable = largest.isfinite().tolist()
-        rows = [row for row, request in enumerate(requests) if usable[row] and not request.params.greedy]
-        if rows:
-            tokens[rows] = self._sample_random(logits[rows], [requests[row] for row in rows])
-        reports: dict[int, list[TokenLogprob]] = {}
-        if logprobs is not None:
-            most = max(requests[row].params.logprobs or 0 for row in reported)
-            reports = dict(zip(reported, _report(logprobs, tokens[reported], most), strict=True))
+        if plan.plain_rows is not None and plan.plain is not None:
+            uniform, *numbers = plan.plain.float()
+            probs = _flatten(_pick(logits, plan.plain_rows), *numbers).softmax(dim=-1)
+            tokens.index_copy_(0, plan.plain_rows, _invert_cdf(probs, uniform))
+        if plan.ranked_rows is not None and plan.ranked is not None:
+            uniform, temperature, min_p, top_k, top_p = plan.ranked.float()
+            flattened = _flatten(_pick(logits, plan.ranked_rows), temperature, min_p)
+            tokens.index_copy_(0, plan.ranked_rows, _sample_ranked(flattened, uniform, top_k, top_p))
+        reports = logits.new_empty(0)
+        if logprobs is not None and plan.reported_rows is not None:
+            reports = _report(logprobs, tokens.index_select(0, plan.reported_rows), plan.num_reported)
+        return Choice(tokens.masked_fill_(~largest.isfinite(), -1), reports)
+
+    @staticmethod
+    def read(choice: Choice, plan: SamplingPlan) -> list[Sample | None]:
+        """The choice, once it is on the host: a sample a row, None where nothing could be sampled."""
+        reports = iter(choice.reports.tolist())
         samples: list[Sample | None] = []
-        for row, (token, request) in enumerate(zip(tokens.tolist(), requests, strict=True)):
-            report = (
-                reports[row][: 1 + request.params.logprobs] if request.params.logprobs is not None else None
-            )
-            samples.append(Sample(token, report) if usable[row] else None)
+        for token, request in zip(choice.tokens.tolist(), plan.requests, strict=True):
+            logprobs = None
+            if request.params.logprobs is not None:
+                logprobs = _read_report(token, next(reports), request.params.logprobs)
+            samples.append(None if token < 0 else Sample(token, logprobs))
         return samples
 
-    # -- changing logits --------------------------------------------------------------------------
 
-    @staticmethod
-    def _apply_bias(logits: Tensor, requests: Sequence[Request]) -> None:
-        """Add every request's `logit_bias`, in place."""
-        for row, request in enumerate(requests):
-            if bias := request.params.logit_bias:
-                known = {token: value for token, value in bias.items() if token < logits.shape[-1]}
-                logits[row, list(known)] += torch.tensor(list(known.values()), device=logits.device)
+# -- changing logits, in place ----------------------------------------------------------------------
 
-    def _apply_penalties(self, logits: Tensor, requests: Sequence[Request]) -> None:
-        """Repetition, presence and frequency penalty, in this order, in place."""
-        rows = [row for row, request in enumerate(requests) if request.params.has_penalties]
-        if not rows:
-            return
-        penalised = [requests[row] for row in rows]
-        part = logits[rows]
-        output_counts = self._count([request.output_token_ids for request in penalised], part)
-        seen = self._count([request.token_ids for request in penalised], part) > 0
-        repetition = self._column(penalised, part, lambda params: params.repetition_penalty)
-        presence = self._column(penalised, part, lambda params: params.presence_penalty)
-        frequency = self._column(penalised, part, lambda params: params.frequency_penalty)
-        repeated = torch.where(part > 0, part / repetition, part * repetition)
-        part = torch.where(seen, repeated, part)
-        logits[rows] = part - presence * (output_counts > 0) - frequency * output_counts
 
-    @staticmethod
-    def _count(token_lists: list[list[int]], like: Tensor) -> Tensor:
-        """How often each token occurs in each list: float [rows, vocabulary]."""
-        counts = torch.zeros_like(like)
-        # A prompt may hold padding of the vocabulary, which has no logit here.
-        token_lists = [[token for token in tokens if token < like.shape[-1]] for tokens in token_lists]
-        rows = [row for row, tokens in enumerate(token_lists) for _ in tokens]
-        tokens = [token for tokens in token_lists for token in tokens]
-        index = torch.tensor([rows, tokens], dtype=torch.int64, device=like.device).reshape(2, -1)
-        return counts.index_put_((index[0], index[1]), counts.new_ones(()), accumulate=True)
+def _apply_bias(logits: Tensor, plan: SamplingPlan) -> None:
+    if plan.bias_places is not None and plan.bias is not None:
+        logits.index_put_(tuple(plan.bias_places), plan.bias.float(), accumulate=True)
 
-    def _forbid_early_stops(self, logits: Tensor, requests: Sequence[Request]) -> None:
-        """Before `min_tokens`, the tokens that would end a request cannot be sampled."""
-        for row, request in enumerate(requests):
-            if request.num_output_tokens < request.params.min_tokens:
-                stops = [token for token in request.stop_tokens if token < self.vocab_size]
-                logits[row, stops] = -torch.inf
 
-    # -- random rows ------------------------------------------------------------------------------
+def _apply_penalties(logits: Tensor, plan: SamplingPlan) -> None:
+    """Repetition, presence and frequency penalty, in this order."""
+    if plan.penalised_rows is None or plan.penalties is None:
+        return
+    repetition, presence, frequency = plan.penalties.float()
+    part = _pick(logits, plan.penalised_rows)
+    known, in_output = _count(plan.known_places, part) > 0, _count(plan.output_places, part)
+    repeated = torch.where(part > 0, part / repetition, part * repetition)
+    part = torch.where(known, repeated, part)
+    part = part - presence * (in_output > 0) - frequency * in_output
+    logits.index_copy_(0, plan.penalised_rows, part)
 
-    def _sample_random(self, logits: Tensor, requests: list[Request]) -> Tensor:
-        """int64 [rows]. Filters apply in this order: temperature, min_p, top_k, top_p."""
-        uniform = torch.tensor([[request.rng.random()] for request in requests], device=logits.device)
-        logits = logits / self._column(requests, logits, lambda params: params.temperature)
-        min_p = self._column(requests, logits, lambda params: params.min_p)
-        logits = logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + min_p.log(), -torch.inf)
-        tokens = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
-        ranked = [row for row, request in enumerate(requests) if self._needs_ranks(request)]
-        plain = [row for row, request in enumerate(requests) if not self._needs_ranks(request)]
-        if plain:
-            tokens[plain] = _invert_cdf(logits[plain].softmax(dim=-1), uniform[plain])
-        if ranked:
-            by_rank = self._sample_ranked(logits[ranked], uniform[ranked], [requests[row] for row in ranked])
-            tokens[ranked] = by_rank
-        return tokens
 
-    def _needs_ranks(self, request: Request) -> bool:
-        return request.params.top_p < 1.0 or self._top_k(request) < self.vocab_size
+def _count(places: Tensor | None, like: Tensor) -> Tensor:
+    """How often each token occurs in each row: float [rows, vocabulary]."""
+    counts = torch.zeros_like(like)
+    return (
+        counts if places is None else counts.index_put_(tuple(places), counts.new_ones(()), accumulate=True)
+    )
 
-    def _sample_ranked(self, logits: Tensor, uniform: Tensor, requests: list[Request]) -> Tensor:
-        """Rows with top_k or top_p, which need tokens in order of likelihood.
 
-        Sorting 50,000 tokens is slow and hardly ever needed: the likeliest few hundred usually hold
-        all that the filters keep. Rows where they do not are done again with the whole vocabulary.
-        """
-        top_k = torch.tensor([[self._top_k(request)] for request in requests], device=logits.device)
-        top_p = self._column(requests, logits, lambda params: params.top_p)
-        tokens, complete = _sample_top(logits, uniform, top_k, top_p, min(FIRST_CANDIDATES, self.vocab_size))
-        rows = (~complete).nonzero().squeeze(-1)
-        if len(rows):
-            whole = _sample_top(logits[rows], uniform[rows], top_k[rows], top_p[rows], self.vocab_size)
-            tokens[rows] = whole[0]
-        return tokens
+def _forbid_early_stops(logits: Tensor, plan: SamplingPlan) -> None:
+    """Before `min_tokens`, the tokens that would end a request cannot be sampled."""
+    if plan.forbidden_places is not None:
+        logits.index_put_(tuple(plan.forbidden_places), logits.new_full((), -torch.inf))
 
-    def _top_k(self, request: Request) -> int:
-        top_k = request.params.top_k
-        return min(top_k, self.vocab_size) if top_k > 0 else self.vocab_size
 
-    @staticmethod
-    def _column(requests: Sequence[Request], like: Tensor, value: Callable) -> Tensor:
-        """One parameter of each request, as a float column [rows, 1]; never an infinity, by rounding."""
-        values = [[min(float(value(request.params)), FLOAT_MAX)] for request in requests]
-        return torch.tensor(values, dtype=torch.float32, device=like.device)
+# -- random rows ------------------------------------------------------------------------------------
+# Filters apply in this order: temperature, min_p, top_k, top_p.
+
+
+def _pick(logits: Tensor, rows: Tensor) -> Tensor:
+    """These rows; all of them, which is the common case, without a copy."""
+    return logits if len(rows) == len(logits) else logits.index_select(0, rows)
+
+
+def _flatten(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
+    """Logits at a temperature, those below min_p at -infinity."""
+    logits = logits / temperature
+    return logits.masked_fill_(logits < logits.amax(dim=-1, keepdim=True) + min_p.log(), -torch.inf)
+
+
+def _sample_ranked(logits: Tensor, uniform: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Rows with top_k or top_p, which need tokens in order of likelihood: int64 [rows].
+
+    Sorting 50,000 tokens is slow and hardly ever needed: the likeliest few hundred usually hold all that
+    the filters keep. Rows where they do not are done again with the whole vocabulary. A GPU sorts all at
+    once: finding out which rows need it would make the host wait.
+    """
+    vocab_size = logits.shape[-1]
+    if not logits.is_cpu:
+        return _sample_top(logits, uniform, top_k, top_p, vocab_size)[0]
+    tokens, complete = _sample_top(logits, uniform, top_k, top_p, min(FIRST_CANDIDATES, vocab_size))
+    rows = (~complete).nonzero().squeeze(-1)
+    if len(rows):
+        tokens[rows] = _sample_top(logits[rows], uniform[rows], top_k[rows], top_p[rows], vocab_size)[0]
+    return tokens
 
 
 def _sample_top(
@@ -180,19 +190,20 @@ def _sample_top(
     return ids.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), complete.squeeze(-1)
 
 
-def _report(logprobs: Tensor, tokens: Tensor, most: int) -> list[list[TokenLogprob]]:
-    """For each row the chosen token's log-probability, then those of the `most` likeliest tokens.
-
-    logprobs: float32 [rows, vocabulary]; tokens: int64 [rows].
-    """
+def _report(logprobs: Tensor, tokens: Tensor, most: int) -> Tensor:
+    """`Choice.reports` for log-probabilities float32 [rows, vocabulary] and tokens int64 [rows]."""
     chosen = logprobs.gather(-1, tokens.unsqueeze(-1))
-    ranks = 1 + (logprobs > chosen).sum(dim=-1)
-    values, ids = logprobs.topk(min(most, logprobs.shape[-1]), dim=-1)
-    columns = (tokens, chosen.squeeze(-1), ranks, values, ids)
-    return [
-        [TokenLogprob(token, logprob, rank), *map(TokenLogprob, top_ids, top_values, range(1, most + 1))]
-        for token, logprob, rank, top_values, top_ids in zip(*(c.tolist() for c in columns), strict=True)
-    ]
+    ranks = 1 + (logprobs > chosen).sum(dim=-1, keepdim=True)
+    values, ids = logprobs.topk(most, dim=-1)
+    return torch.cat([part.double() for part in (chosen, ranks, values, ids)], dim=-1)
+
+
+def _read_report(token: int, report: list[float], num_likeliest: int) -> list[TokenLogprob]:
+    """A row of `Choice.reports`: the chosen token's log-probability, then those of the likeliest tokens."""
+    logprob, rank, *likeliest = report
+    values, ids = likeliest[: len(likeliest) // 2], likeliest[len(likeliest) // 2 :]
+    others = [TokenLogprob(int(t), value, n) for n, (t, value) in enumerate(zip(ids, values, strict=True), 1)]
+    return [TokenLogprob(token, logprob, int(rank)), *others[:num_likeliest]]
 
 
 def _invert_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
@@ -200,4 +211,6 @@ def _invert_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     cumulative = probs.cumsum(dim=-1)
     # Rounding may lift the last kept entry's sum by a hair over what comes after: stay below the total.
     target = (uniform * cumulative[:, -1:]).minimum(cumulative[:, -1:] * (1 - 1e-6))
-    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    # In a row of NaN, whose result nobody uses, the search runs over the end.
+    places = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    return places.clamp_(max=probs.shape[-1] - 1)

@@ -14,6 +14,7 @@ from typing import Any
 
 MAX_LOGPROBS = 20
 MAX_N = 128
+SMALLEST_PENALTY = 1e-3  # a logit divided by much less would overflow
 NEARLY_ZERO = 1e-5  # dividing by a temperature below this would overflow: it means greedy
 
 
@@ -71,7 +72,7 @@ class SamplingParams:
         _check_int("top_k", self.top_k, low=-1)
         _check_float("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         _check_float("min_p", self.min_p, low=0.0, high=1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
+        _check_float("repetition_penalty", self.repetition_penalty, low=SMALLEST_PENALTY)
         _check_float("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _check_float("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         if self.seed is not None:
@@ -119,7 +120,8 @@ def _check_float(
 def _checked_stop(stop: Any) -> tuple[str, ...]:
     if stop is None:
         return ()
-    strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
+    is_list = isinstance(stop, Iterable) and not isinstance(stop, str | bytes | Mapping)
+    strings = tuple(stop) if is_list else (stop,)
     if not all(isinstance(string, str) and string for string in strings):
         raise ValueError(f"stop must be a non-empty string or a list of them, not {stop!r}")
     return strings

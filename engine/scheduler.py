@@ -9,9 +9,9 @@ rest of the engine is the same for all, so comparing them compares the policies 
 
 A step is filled in three passes:
 
-1. *Decode.* Every request that lacks just its newest token gets it, oldest first. If it needs a block
-   and none is left, the latest arrival that runs is preempted: it gives back slot and blocks, keeps
-   its tokens, and will recompute them (vLLM's preemption by recompute).
+1. *Decode.* Every request that lacks just its newest token gets it, in order of service. If it needs a
+   block and none is left, the last in that order (within a priority, the latest arrival) is preempted: it
+   gives back slot and blocks, keeps its tokens, and will recompute them (vLLM's preemption by recompute).
 2. *Admission.* From the head of the queue into free slots, as long as the policy and the blocks allow
    and decoding has left some of the token budget. The queue is strictly first come, first served
    within a priority, and nobody overtakes a head that does not fit: it will, because those inside end.
@@ -19,15 +19,15 @@ A step is filled in three passes:
    A better priority overtakes, but not for ever (see `WaitingQueue`).
 3. *Prefill.* What is left of the budget goes half to the oldest prompts, whatever their priority, so that
    none starves, and half to the shortest remainders of the best priority, so that a short prompt does not
-   wait behind a long one
-   (chunked prefill mixed with decode: Sarathi-Serve, Agrawal et al. 2024).
+   wait behind a long one (chunked prefill mixed with decode: Sarathi-Serve, Agrawal et al. 2024).
 
 Invariants, checked by the property tests:
 
 * the tokens granted in a step never exceed `max_num_batched_tokens`;
 * a request is in the queue or in one slot, never in both; only one in a slot owns blocks;
-* the oldest running request is never preempted, so at least one always moves forward, and requests
-  that do not fit together finish one after the other instead of evicting each other for ever.
+* the running request that is first in order of service is never preempted, so at least one always moves
+  forward, and requests that do not fit together finish one after the other instead of evicting each
+  other for ever.
 
 Left out on purpose: swapping KV to another memory (recompute is cheaper for small models), and
 admission that skips over a big head of the queue.
@@ -103,8 +103,8 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self._by_service: list[tuple[tuple, str]] = []  # heap of (sort key, request id)
-        self._by_arrival: list[tuple[int, str]] = []  # heap of (arrival, request id)
+        self._by_service = _LazyHeap()  # of (sort key, request id)
+        self._by_arrival = _LazyHeap()  # of (arrival, request id)
         self._members: dict[str, Request] = {}
         self._overtakes = 0  # since the first that came was last served
 
@@ -116,8 +116,8 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         self._members[request.request_id] = request
-        heapq.heappush(self._by_service, (request.sort_key, request.request_id))
-        heapq.heappush(self._by_arrival, (request.arrival, request.request_id))
+        self._by_service.push((request.sort_key, request.request_id))
+        self._by_arrival.push((request.arrival, request.request_id))
 
     def head(self) -> Request | None:
         """The request to be served next, or None."""
@@ -133,18 +133,45 @@ class WaitingQueue:
         else:
             request.is_overdue |= self._overtakes >= MAX_OVERTAKES
             self._overtakes = 0
-        self.remove(request)
-
-    def remove(self, request: Request) -> None:
         del self._members[request.request_id]
 
-    def _top(self, heap: list) -> Request | None:
-        while heap:
-            request = self._members.get(heap[0][1])
-            if request is not None and heap[0][0] in (request.arrival, request.sort_key):
+    def remove(self, request: Request) -> None:
+        """Take out one that ends. What the first that came had waited is not handed down to the next."""
+        if request is self._top(self._by_arrival):
+            self._overtakes = 0
+        del self._members[request.request_id]
+
+    def set_aside(self, request: Request) -> None:
+        """Take out the head for a moment; `push` brings it back."""
+        del self._members[request.request_id]
+
+    def _top(self, heap: _LazyHeap) -> Request | None:
+        while entry := heap.top():
+            key, request_id = entry
+            request = self._members.get(request_id)
+            if request is not None and key in (request.arrival, request.sort_key):
                 return request
-            heapq.heappop(heap)
+            heap.pop()
         return None
+
+
+class _LazyHeap:
+    """A heap that holds an entry once, however often it is pushed."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple] = []
+        self._present: set[tuple] = set()
+
+    def push(self, entry: tuple) -> None:
+        if entry not in self._present:
+            self._present.add(entry)
+            heapq.heappush(self._heap, entry)
+
+    def top(self) -> tuple | None:
+        return self._heap[0] if self._heap else None
+
+    def pop(self) -> None:
+        self._present.remove(heapq.heappop(self._heap))
 
 
 class Scheduler:
@@ -231,7 +258,7 @@ class Scheduler:
             elif budget == 0:
                 schedule.wait_reason = "budget"
             elif self._waits_for_leader(request):
-                self.waiting.remove(request)
+                self.waiting.set_aside(request)
                 aside.append(request)
                 continue
             elif not self._claim_blocks(request, schedule):

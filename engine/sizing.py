@@ -27,6 +27,19 @@ def context_limit(loaded: LoadedModel, config: EngineConfig, num_blocks: int) ->
     return min(longest, num_blocks * config.block_size)
 
 
+def choose_num_blocks(loaded: LoadedModel, config: EngineConfig) -> int:
+    """`num_blocks` as configured, or as many as fit. Raises ValueError if the memory does not hold them."""
+    num_blocks = config.num_blocks or fit_num_blocks(loaded, config)
+    size = num_blocks * KVCache.bytes_per_block(loaded.config, config.block_size, loaded.dtype)
+    free = _free_bytes(loaded.device)
+    if size > free:
+        raise ValueError(
+            f"num_blocks={num_blocks} of block_size={config.block_size} tokens take {_gib(size)} of memory, "
+            f"and {_gib(free)} is free: lower num_blocks, block_size or kv_cache_memory_bytes"
+        )
+    return num_blocks
+
+
 def fit_num_blocks(loaded: LoadedModel, config: EngineConfig) -> int:
     """Blocks that the memory budget holds, but no more than all slots together could fill.
 
@@ -45,6 +58,15 @@ def fit_num_blocks(loaded: LoadedModel, config: EngineConfig) -> int:
 
 def _default_budget(device: torch.device) -> int:
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * GPU_FREE_FRACTION)
-    return min(int(psutil.virtual_memory().available * CPU_FREE_FRACTION), CPU_MOST_BYTES)
+        return int(_free_bytes(device) * GPU_FREE_FRACTION)
+    return min(int(_free_bytes(device) * CPU_FREE_FRACTION), CPU_MOST_BYTES)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB"

@@ -146,7 +146,7 @@ class Oracle:
     ):
         self.prompt, self.params = tuple(prompt), params
         self.max_tokens = min(params.max_tokens, context_limit - len(prompt))
-        self._rng = random.Random(f"{params.seed}:{index}" if index else params.seed)
+        self._rng = random.Random(f"own {params.seed}:{index}")
         self._stop_tokens = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS_ID,))}
 
     def check(self, output: CompletionOutput, is_whole: bool = True) -> None:

@@ -6,8 +6,10 @@ import random
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine import SamplingParams
+from engine.model import load_model
 from tests.support import (
     EOS_ID,
     POISON,
@@ -18,6 +20,7 @@ from tests.support import (
     greedy,
     poisoned_loaded,
     run_to_end,
+    tiny_folder,
     tiny_llm,
 )
 
@@ -108,7 +111,11 @@ def test_no_salt_and_no_prompt_logprobs_to_confuse_the_cache():
 def fail_next_step(llm, monkeypatch, how):
     """Let the next step give `how`: "nan" logits, or an exception."""
     forward = llm.engine._runner.forward
-    broken = (lambda batch: forward(batch) * torch.nan) if how == "nan" else (lambda batch: 1 / 0)
+
+    def broken(batch):
+        logits, finite = forward(batch)
+        return (logits * torch.nan, finite) if how == "nan" else 1 / 0
+
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine._runner, "forward", broken)
         return llm.engine.step()
@@ -183,3 +190,47 @@ def test_failed_step_leaves_a_copied_block_empty(monkeypatch):
         if output.finish_reason == "length":
             assert_solo(prompt, output.token_ids)
     assert_clean(llm)
+
+
+@pytest.fixture(scope="module", params=["float16", "float32"])
+def overflowing_loaded(request, tmp_path_factory):
+    """A model whose keys are infinite for the token 65, in the first layer alone.
+
+    The token 66 looks away from such a key, so that it gets no weight and everything later stays finite.
+    """
+    folder = tmp_path_factory.mktemp("overflowing")
+    for file in tiny_folder().iterdir():
+        if "token" in file.name:
+            (folder / file.name).write_bytes(file.read_bytes())
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 272, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=512))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+        embedding = model.model.embed_tokens.weight
+        embedding[:, 0], embedding[:, 1], embedding[65] = 0.3, 0.0, 0.0
+        embedding[65, 0], embedding[66, 0], embedding[65, 1] = -0.3, -0.3, 1.5
+        attention = model.model.layers[0].self_attn
+        for channel in (7, 15):  # the pair that turns slowest with the position
+            attention.k_proj.weight[channel] = attention.q_proj.weight[channel] = 0.0
+            attention.q_proj.weight[channel, 0] = 1.0
+        attention.k_proj.weight[7, 1] = 6e4 if request.param == "float16" else 3e38
+    model.save_pretrained(folder)
+    return load_model(str(folder), dtype=request.param, device="cpu")
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_overflow_that_its_own_request_does_not_see(overflowing_loaded, cached):
+    """An infinite key without weight: not in its request's logits, but NaN to the block's next owner."""
+    sizes = {"num_blocks": 2, "max_num_seqs": 1, "enable_prefix_caching": cached}
+    prompt = [1, 2, 3, 4, 5]
+    (alone,) = tiny_llm(overflowing_loaded, **sizes).generate([prompt], greedy(3), use_tqdm=False)
+    llm = tiny_llm(overflowing_loaded, **sizes)
+    (bad,) = llm.generate([[66, 65]], greedy(1), use_tqdm=False)
+    assert bad.outputs[0].finish_reason == "error" and "not finite" in bad.error
+    (after,) = llm.generate([prompt], greedy(3), use_tqdm=False)
+    assert after.outputs[0].finish_reason == "length"
+    assert after.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert all(layer.isfinite().all() for layer in llm.engine._runner._kv_cache.layers)

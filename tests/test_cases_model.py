@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from engine import LLM
 from engine.model import ModelLoadError, load_model
 from tests.support import assert_clean, assert_solo, greedy, run_to_end, tiny_folder, tiny_llm
 from tests.test_model_loader import save
-from tests.tiny_models import tiny_reference
+from tests.tiny_models import Driver, tiny_reference
 
 
 @pytest.mark.parametrize("norm", ["q_norm", "k_norm"])
@@ -91,3 +91,76 @@ def test_unknown_rope_type_is_ignored(tmp_path):
         (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
         with pytest.raises(ModelLoadError, match=kind):
             load_model(str(folder), device="cpu")
+
+
+def test_settings_that_belong_to_another_family_are_ignored_as_transformers_does(tmp_path):
+    for name, extra in (
+        ("qwen2", {"attention_bias": True, "mlp_bias": True}),
+        ("mistral", {"attention_bias": True}),
+        ("qwen3", {"mlp_bias": True}),
+        ("llama", {"sliding_window": 4, "hidden_act": "swish"}),
+    ):
+        reference = tiny_reference(name)
+        folder = save(reference, tmp_path / name)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | extra))
+        model = load_model(str(folder), dtype="float32", device="cpu").model
+        tokens = list(range(30))
+        with torch.inference_mode():
+            expected = reference(torch.tensor([tokens])).logits[0, -1:]
+        torch.testing.assert_close(Driver(model).step({0: tokens}), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_original_length_beside_the_rope_settings(tmp_path, kind):
+    """Written at the top of config.json, it goes before what stands among the settings, or before none."""
+    for inner in ({}, {"original_max_position_embeddings": 128}):
+        rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **inner}
+        if kind == "llama3":
+            rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        saved = save(tiny_reference("llama"), tmp_path / f"{kind}{len(inner)}")
+        config = json.loads((saved / "config.json").read_text())
+        config |= {"rope_parameters": rope, "original_max_position_embeddings": 32}
+        (saved / "config.json").write_text(json.dumps(config))
+        reference = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+        assert reference.config.rope_parameters["original_max_position_embeddings"] == 32
+        model = load_model(str(saved), dtype="float32", device="cpu").model
+        tokens = list(range(60))
+        with torch.inference_mode():
+            expected = reference(torch.tensor([tokens])).logits[0, -1:]
+        torch.testing.assert_close(Driver(model).step({0: tokens}), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_quantized_checkpoint_read_as_plain_numbers(tmp_path):
+    folder = save(tiny_reference("llama"), tmp_path / "named")
+    config = json.loads((folder / "config.json").read_text())
+    quantized = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
+    with pytest.raises(ModelLoadError, match=r"bitsandbytes.*not supported"):
+        load_model(str(folder), device="cpu")
+    folder = save(tiny_reference("llama"), tmp_path / "unnamed")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=f"{name} holds I8 numbers"):
+        load_model(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("generation_config.json", "{"),
+        ("generation_config.json", "[]"),
+        ("generation_config.json", '{"eos_token_id": "end"}'),
+        ("model.safetensors.index.json", "{}"),
+        ("model.safetensors.index.json", '{"weight_map": [1]}'),
+        ("model.safetensors.index.json", "nonsense"),
+    ],
+)
+def test_damaged_file_beside_the_weights_is_named(tmp_path, file, content):
+    folder = save(tiny_reference("llama"), tmp_path / "m")
+    if "index" in file:
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    (folder / file).write_text(content)
+    with pytest.raises(ModelLoadError, match=file.replace(".", r"\.")):
+        load_model(str(folder), device="cpu")

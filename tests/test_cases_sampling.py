@@ -54,8 +54,8 @@ def test_top_k_extremes_crash_or_mean_greedy():
         {"temperature": 1e39, "min_tokens": 4, "stop_token_ids": [3]},
         {"temperature": 1e-5},
         {"repetition_penalty": 1e39},
-        {"repetition_penalty": 1e-42},
-        {"repetition_penalty": 1e-300, "top_p": 0.5},
+        {"repetition_penalty": 1e-3},
+        {"repetition_penalty": 1e-3, "top_p": 0.5},
         {"min_tokens": 3, "stop_token_ids": range(NUM_TOKENS)},
         {"min_tokens": 3, "stop_token_ids": range(NUM_TOKENS), "top_k": 4},
         {"logit_bias": dict.fromkeys(range(NUM_TOKENS), -100.0)},
@@ -224,3 +224,16 @@ def test_only_rows_that_ask_get_logprobs():
             assert output.outputs[0].logprobs is None
         else:
             check_logprobs(output.prompt_token_ids, output.outputs[0], k)
+
+
+def test_seeds_that_look_alike():
+    """Of opposite sign, or of a request and of the engine: each has a stream of its own."""
+
+    def run(seed, **options):
+        params = SamplingParams(max_tokens=30, seed=seed, ignore_eos=True, **options)
+        (output,) = tiny_llm(seed=5).generate([[1, 2, 3]], params, use_tqdm=False)
+        return [tuple(one.token_ids) for one in output.outputs]
+
+    streams = [*run(5, n=3), *run(-5), *run(None, n=3), *run(0)]
+    assert len(set(streams)) == len(streams)
+    assert run(5, n=3)[0] == run(5)[0]

@@ -114,6 +114,34 @@ def test_overtaken_so_often_and_no_more():
     assert [out.request_id for out in finished].index("patient") == 1 + MAX_OVERTAKES
 
 
+def test_what_one_has_waited_is_not_handed_down():
+    """The first in line gives up just before its turn; the next has waited for nobody yet."""
+    llm = tiny_llm(max_num_seqs=1)
+    llm.engine.add_request("busy", [1], greedy(2))
+    llm.engine.step()
+    llm.engine.add_request("gives up", [2], greedy(2), priority=1)
+    llm.engine.add_request("next", [2], greedy(2), priority=1)
+    for number in range(2 * MAX_OVERTAKES):
+        llm.engine.add_request(f"urgent {number}", [3], greedy(1))
+    finished = []
+    while llm.engine.has_unfinished():
+        finished += [out.request_id for out in llm.engine.step() if out.finished]
+        if finished[-1:] == [f"urgent {MAX_OVERTAKES - 2}"]:
+            llm.engine.abort("gives up")
+    assert finished.index("next") == 1 + (MAX_OVERTAKES - 1) + MAX_OVERTAKES
+
+
+def test_queue_holds_each_of_many_waiting_continuations_once():
+    """While a long prompt with n continuations is computed, waiting costs no more memory every step."""
+    llm = tiny_llm(num_blocks=256, max_num_seqs=2, max_num_batched_tokens=4, max_model_len=500)
+    llm.engine.add_request("many", [1] * 400, greedy(1, n=40))
+    for _ in range(60):
+        llm.engine.step()
+    queue = llm.engine._scheduler.waiting
+    assert len(queue) == 39
+    assert len(queue._by_service._heap) <= 40 and len(queue._by_arrival._heap) <= 40
+
+
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_short_prompt_waits_for_a_long_prefill(n):
     """Nor for one that is to be shared by several continuations, which themselves must wait for it."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine import SamplingParams
-from tests.support import EOS_ID, assert_clean, greedy, run_to_end, tiny_llm, tiny_loaded, token_of
+from tests.support import EOS, EOS_ID, assert_clean, greedy, run_to_end, tiny_llm, tiny_loaded, token_of
 
 MODES = ("naive", "static", "continuous")
 BOS_ID = 256
@@ -145,3 +145,13 @@ def test_special_token_as_stop_string_is_matched_shown_or_not():
             output = run_to_end(llm)["x"].outputs[0]
             assert (output.finish_reason, output.stop_reason) == ("stop", "<|eos|>")
             assert output.text == ("<|eos|>" if include and not skip else "")
+
+
+def test_stop_string_that_the_text_can_never_contain():
+    """A special token is not shown, so a stop string with one inside is refused instead of ignored."""
+    with pytest.raises(ValueError, match=r"stop: .*skip_special_tokens=False"):
+        tiny_llm().generate(["x"], SamplingParams(stop=[f"a{EOS}"]), use_tqdm=False)
+    shown = SamplingParams(stop=[f"{EOS}{EOS}"], skip_special_tokens=False, ignore_eos=True, max_tokens=9)
+    biased = replace(shown, logit_bias={EOS_ID: 100.0}, temperature=0.0)
+    (output,) = tiny_llm().generate(["x"], biased, use_tqdm=False)
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", f"{EOS}{EOS}")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from engine.detokenizer import Detokenizer, IncrementalDecoder
-from tests.support import tiny_loaded
+from tests.support import EOS_ID, greedy, tiny_llm, tiny_loaded
 from tests.test_detokenizer import sentencepiece_style
 
 CORPUS = [
@@ -203,3 +203,20 @@ def test_endless_broken_characters_take_ever_longer():
     token_ids = [continuation_byte] * 500
     assert "".join(stream(counted, token_ids)) == decode(token_ids)
     assert sum(lengths) < 10 * len(token_ids)
+
+
+def test_run_of_hidden_tokens_takes_ever_longer(monkeypatch):
+    """An end token that is ignored and not shown, again and again: nothing to decode."""
+    llm = tiny_llm()
+    lengths = []
+    decode = llm.tokenizer.decode
+
+    def counted(ids, **options):
+        lengths.append(len(ids))
+        return decode(ids, **options)
+
+    monkeypatch.setattr(llm.tokenizer, "decode", counted)
+    params = greedy(200, logit_bias={EOS_ID: 100.0})
+    (output,) = llm.generate([[1, 2]], params, use_tqdm=False)
+    assert output.outputs[0].token_ids == [EOS_ID] * 200 and output.outputs[0].text == ""
+    assert sum(lengths) < 200

@@ -272,7 +272,12 @@ def test_what_is_no_prompt_message_or_parameter_is_said():
         (lambda: llm.generate(None, greedy(1)), "prompts must be"),
         (lambda: llm.generate([[1]], {"max_tokens": 3}), "SamplingParams"),
         (lambda: llm.generate([[1], [2]], [greedy(1)]), "2 prompts, but 1"),
+        (lambda: llm.generate(b"hello", greedy(1)), "prompts must be"),
+        (lambda: llm.generate([b"hello"], greedy(1)), "a prompt must be"),
+        (lambda: llm.generate("x", {}), "SamplingParams"),
         (lambda: llm.chat([{"role": "user"}], greedy(1)), "role and a content"),
+        (lambda: llm.chat([{"role": "user", "content": "half \ud83d"}], greedy(1)), "surrogate"),
+        (lambda: llm.chat({"role": "user", "content": "x"}, greedy(1)), "conversations must be"),
         (lambda: llm.engine.add_request(5, [1], greedy(1)), "request_id"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -297,6 +302,9 @@ def test_id_in_use_is_refused():
         ({"block_size": 0}, "block_size"),
         ({"num_blocks": -3}, "num_blocks"),
         ({"max_num_seqs": 1.5}, "max_num_seqs"),
+        ({"model": None}, "model must be a name or a path"),
+        ({"seed": "x"}, "seed must be int"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be bool"),
         ({"quantization": "int3"}, "unknown quantization 'int3'"),
         ({"speculative": "ngram"}, "speculative is not supported yet"),
     ],
@@ -336,9 +344,10 @@ def test_nan_in_one_row_fails_that_request_alone(monkeypatch):
     forward = llm.engine._runner.forward
 
     def poisoned(batch):
-        logits = forward(batch).clone()
+        logits, finite = forward(batch)
+        logits = logits.clone()
         logits[1] = torch.nan
-        return logits
+        return logits, finite
 
     monkeypatch.setattr(llm.engine._runner, "forward", poisoned)
     collect(outputs, llm.engine.step())
@@ -378,3 +387,13 @@ def test_generate_is_refused_while_a_runner_drives():
         llm.generate([[1]], SamplingParams(max_tokens=1))
     runner.shutdown()
     assert len(llm.generate([[1]], greedy(1), use_tqdm=False)) == 1
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"num_blocks": 10**12}, {"block_size": 10**12, "num_blocks": 2}, {"kv_cache_memory_bytes": 10**16}],
+)
+def test_cache_larger_than_memory_is_refused_at_once(sizes):
+    options = {"num_blocks": None, "max_num_seqs": 10**9} | sizes
+    with pytest.raises(ValueError, match=r"GiB is free: lower num_blocks"):
+        tiny_llm(**options)

@@ -147,9 +147,10 @@ def test_one_that_fails_leaves_the_others(monkeypatch):
     forward = llm.engine._runner.forward
 
     def poisoned(batch):
-        logits = forward(batch).clone()
+        logits, finite = forward(batch)
+        logits = logits.clone()
         logits[1] = torch.nan
-        return logits
+        return logits, finite
 
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine._runner, "forward", poisoned)

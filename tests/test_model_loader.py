@@ -128,7 +128,19 @@ def test_auto_dtype_follows_what_the_hardware_multiplies(monkeypatch):
     for capability, expected in (((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         assert choose_dtype("auto", gpu) == expected
+        assert choose_dtype("float16", gpu) == torch.float16
     assert choose_dtype("bfloat16", cpu) == torch.bfloat16
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
+def test_bfloat16_is_refused_on_a_gpu_that_only_emulates_it(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    number = ".".join(map(str, capability))
+    with pytest.raises(ModelLoadError, match=rf"bfloat16.*capability {number}.*dtype='float16'"):
+        load_model("auto", dtype="bfloat16", device="cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert choose_dtype("bfloat16", torch.device("cuda")) == torch.bfloat16
 
 
 SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "max_position_embeddings": 64}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
 from engine import EngineRunner, RequestHandle, SamplingParams, Turns
+from engine.detokenizer import make_decoder
 from tests.support import assert_clean, assert_solo, greedy, tiny_llm
 
 
@@ -99,20 +102,6 @@ def test_mode_switch_and_pause_and_single_steps(runner):
         assert_solo([number], handle.result(20).outputs[0].token_ids)
 
 
-def test_a_paused_runner_shuts_down():
-    for drain, reason in ((True, "length"), (False, "abort")):
-        other = EngineRunner(tiny_llm().engine)
-        other.pause()
-        assert other.is_paused
-        handle = other.submit([1], greedy(5))
-        closer = threading.Thread(target=other.shutdown, args=(drain, 20))
-        closer.start()
-        other.pause()  # too late
-        closer.join(20)
-        other.pause()
-        assert handle.result(5).outputs[0].finish_reason == reason and not other._thread.is_alive()
-
-
 def test_exception_in_a_step_fails_its_requests_and_the_thread_lives(runner, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(runner.llm.engine._runner, "forward", lambda batch: 1 / 0)
@@ -168,6 +157,130 @@ def test_engine_that_cannot_even_end_its_requests_is_unhealthy_and_leaves_nobody
         runner.submit([1], greedy(2))
     runner.shutdown(timeout=20)
     assert not runner._thread.is_alive()
+
+
+class Panic(BaseException):
+    """What a panic inside a library written in Rust looks like from Python: no Exception."""
+
+
+def test_panic_in_the_tokenizer_fails_its_request_alone(runner, monkeypatch):
+    runner.pause()
+    bad, good = runner.submit_all([([1], greedy(5)), ([2], greedy(5))])
+    runner.step_once(20)
+    detokenizer = runner.llm.engine._unfinished[bad.request_id].detokenizer
+
+    class Panicking:
+        def decode(self, *args, **options):
+            raise Panic("index out of range")
+
+    monkeypatch.setattr(detokenizer._decoder, "_decode", make_decoder(Panicking()))
+    runner.resume()
+    assert bad.result(20).outputs[0].finish_reason == "error" and "index out of range" in bad.error
+    assert_solo([2], good.result(20).outputs[0].token_ids)
+    assert runner.healthy
+
+
+def test_panic_anywhere_else_leaves_nobody_waiting(runner, monkeypatch):
+    def panic(*args):
+        raise Panic
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.llm.engine._runner, "forward", panic)
+        handles = runner.submit_all([([1], greedy(5)), ([2], greedy(5))])
+        assert {handle.result(20).outputs[0].finish_reason for handle in handles} == {"error"}
+    assert_solo([3], runner.submit([3], greedy(4)).result(20).outputs[0].token_ids)
+
+
+def test_thread_that_ends_unforeseen_is_unhealthy_and_leaves_nobody_waiting(monkeypatch):
+    runner = EngineRunner(tiny_llm().engine)
+    handle = runner.submit([1], greedy(400))
+    next(iter(handle))
+    monkeypatch.setattr(runner, "_obey", lambda wait: (_ for _ in ()).throw(Panic()) if wait else None)
+    monkeypatch.setattr(runner, "_has_work", lambda: (_ for _ in ()).throw(Panic()))
+    assert handle.result(20).finished
+    runner.shutdown(timeout=20)
+    assert not runner.healthy
+    with pytest.raises(RuntimeError):
+        runner.submit([1], greedy(2))
+
+
+def test_pausing_while_it_drains_does_not_stop_it():
+    llm = tiny_llm()
+    runner = EngineRunner(llm.engine)
+    handle = runner.submit([1], greedy(300))
+    next(iter(handle))
+    threading.Thread(target=runner.shutdown).start()
+    while True:
+        try:
+            runner.pause()
+        except RuntimeError:
+            break
+        time.sleep(0.001)  # without it this thread, not the engine's, would have Python nearly all the time
+    assert handle.result(20).outputs[0].finish_reason == "length"
+    runner.shutdown(timeout=20)
+    assert not llm.engine.is_driven
+
+
+def test_second_shutdown_may_hurry_the_first():
+    llm = tiny_llm()
+    runner = EngineRunner(llm.engine)
+    runner.pause()
+    handle = runner.submit([1], greedy(400))
+    runner.shutdown(timeout=0.0)
+    runner.shutdown(drain=False, timeout=20)
+    assert handle.finished and not llm.engine.is_driven
+    assert llm.generate([[1]], greedy(2), use_tqdm=False)[0].finished
+    for call in (runner.pause, runner.resume, lambda: runner.set_mode("naive")):
+        with pytest.raises(RuntimeError, match="shut down"):
+            call()
+    runner.abort("unknown")  # still no matter
+
+
+def test_one_engine_one_driver(runner):
+    with pytest.raises(RuntimeError, match="another EngineRunner"):
+        EngineRunner(runner.llm.engine)
+    with pytest.raises(RuntimeError, match="submit"):
+        runner.llm.engine.add_request("r5", [1], greedy(2))
+
+
+def test_requests_added_by_hand_before_keep_their_ids():
+    llm = tiny_llm()
+    for taken in ("r1", "rr0"):
+        llm.engine.add_request(taken, [9, 9], greedy(30))
+    runner = EngineRunner(llm.engine)
+    handles = runner.submit_all([([n], greedy(8)) for n in range(3)])
+    for number, handle in enumerate(handles):
+        assert_solo([number], handle.result(20).outputs[0].token_ids)
+        assert handle.output.prompt_token_ids == [number]
+    runner.shutdown(timeout=20)
+    assert_clean(llm)
+
+
+def test_iterating_again_or_twice_at_once_ends(runner):
+    handle = runner.submit([1], greedy(6))
+    assert len(list(handle)) == 6
+    assert list(handle) == []
+
+    async def collect_from(handle):
+        return [delta async for delta in handle]
+
+    async def two_consumers():
+        handle = runner.submit([2], greedy(12))
+        parts = await asyncio.wait_for(asyncio.gather(collect_from(handle), collect_from(handle)), 20)
+        return sum(map(len, parts)), await asyncio.wait_for(collect_from(handle), 20)
+
+    assert asyncio.run(two_consumers()) == (12, [])
+
+
+def test_leaving_python_while_requests_run_is_no_crash():
+    code = """if True:
+        from engine import EngineRunner
+        from tests.support import greedy, tiny_llm
+        handle = EngineRunner(tiny_llm(num_blocks=256).engine).submit([1], greedy(500))
+        next(iter(handle))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_submitting_while_it_shuts_down_is_served_or_refused():

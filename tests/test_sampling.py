@@ -32,9 +32,14 @@ def request(prompt=(), output=(), stop_tokens=None, **params):
     )
 
 
+def samples(logits, requests, vocab_size):
+    sampler = Sampler(vocab_size)
+    plan = sampler.plan(requests)
+    return sampler.read(sampler(logits.clone(), plan), plan)
+
+
 def sample(logits, *requests, vocab_size=V):
-    samples = Sampler(vocab_size)(torch.stack(list(logits)).clone(), requests)
-    return [sample and sample.token_id for sample in samples]
+    return [one and one.token_id for one in samples(torch.stack(list(logits)), requests, vocab_size)]
 
 
 def some_logits(seed=0, scale=3.0, size=V):
@@ -44,8 +49,7 @@ def some_logits(seed=0, scale=3.0, size=V):
 def draws(logits, count=400, **params):
     """Counter of `count` tokens drawn with one request's generator."""
     one = request(**params)
-    sampler = Sampler(len(logits))
-    return Counter(sampler(logits.clone().unsqueeze(0), [one])[0].token_id for _ in range(count))
+    return Counter(samples(logits.unsqueeze(0), [one], len(logits))[0].token_id for _ in range(count))
 
 
 def test_zero_temperature_top_k_1_and_tiny_top_p_are_greedy():
@@ -166,6 +170,18 @@ def test_padding_of_the_vocabulary_is_never_sampled():
         assert sample([logits], request(**params), vocab_size=900)[0] < 900
 
 
+@pytest.mark.parametrize("scale", [0.05, 3.0])
+def test_candidates_first_or_all_at_once_choose_alike(scale, monkeypatch):
+    """A GPU ranks the whole vocabulary at once; a CPU first looks at the likeliest few hundred."""
+    logits = some_logits(scale=scale)
+    every = [{"top_p": 0.5}, {"top_p": 0.99}, {"top_k": 7}, {"top_k": 900, "top_p": 0.9}]
+    drawn = []
+    for candidates in (FIRST_CANDIDATES, V):
+        monkeypatch.setattr("engine.sampler.FIRST_CANDIDATES", candidates)
+        drawn.append([sample([logits], request(seed=s, **one))[0] for one in every for s in range(20)])
+    assert drawn[0] == drawn[1]
+
+
 params = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.0, 0.3, 1.0, 2.0]),
@@ -219,7 +235,7 @@ def test_requests_without_a_seed_differ_but_runs_repeat():
         ("top_k", [-2, 1.5]),
         ("top_p", [0.0, -0.1, 1.1, math.nan]),
         ("min_p", [-0.1, 1.1, math.nan]),
-        ("repetition_penalty", [0.0, -1.0, math.nan]),
+        ("repetition_penalty", [0.0, -1.0, 1e-42, math.nan]),
         ("presence_penalty", [2.1, -2.1, math.nan]),
         ("frequency_penalty", [2.1, -2.1, math.nan]),
         ("seed", [1.5, "x"]),
@@ -257,3 +273,20 @@ def test_end_token_stops_unless_ignored():
     later = llm.generate([prompt], params, False)[0].outputs[0].token_ids
     assert third not in later[: first_at + 1]
     assert EOS_ID in llm.engine._factory._eos_token_ids
+
+
+def test_ids_that_the_tokenizer_does_not_know_are_never_sampled():
+    """Gaps in the vocabulary, be they ever so likely."""
+    gaps = [1, 4]
+    sampler = Sampler(6, gaps)
+    logits = torch.tensor([[0.0, 9.0, 1.0, 0.0, 9.0, 0.0]] * 3)
+    requests = [
+        request(temperature=0.0),
+        request(temperature=1.0, seed=1),
+        request(temperature=1.0, top_p=0.9, seed=2),
+    ]
+    for _ in range(20):
+        plan = sampler.plan(requests)
+        greedy, *random_ones = sampler.read(sampler(logits.clone(), plan), plan)
+        assert greedy.token_id == 2
+        assert not {one.token_id for one in random_ones} & set(gaps)

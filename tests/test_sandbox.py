@@ -206,6 +206,14 @@ def test_wrong_commands_are_refused(host, client, action, value, message):
     assert message in tell(client, token, action, value, status=409)["error"]
 
 
+def test_one_that_was_closed_meanwhile_says_so(host):
+    box = host.live.sandboxes.open("t")
+    box.close()
+    for action, value in (("step", None), ("resume", None), ("pause", None), ("mode", "static")):
+        with pytest.raises(SandboxRefused, match="does not work any more"):
+            box.command(action, value)
+
+
 def test_strange_bodies_are_refused(host, client):
     token = host.live.visitors.open("strange")
     for body, status in ((b"", 403), (b"[]", 403), (json.dumps({"token": token}).encode(), 400)):

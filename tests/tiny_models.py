@@ -20,6 +20,8 @@ from transformers import (
 )
 
 from engine.batch import Batch
+from engine.model.attention import AttentionMetadata
+from engine.model.attention_backends import Attention
 from engine.model.config import ModelConfig
 from engine.model.kv_cache import KVCache
 from engine.model.transformer import Transformer
@@ -97,6 +99,7 @@ class Driver:
     num_blocks: int = 128
     block_size: int = 4
     seed: int = 0
+    attention: type[Attention] = AttentionMetadata
     computed: dict[int, int] = field(default_factory=dict)
     tables: dict[int, list[int]] = field(default_factory=dict)
 
@@ -137,7 +140,7 @@ class Driver:
         )
 
     def step(self, parts: dict[int, list[int]], wanted: dict[int, int] | None = None) -> torch.Tensor:
-        return self.model(self.batch(parts, wanted), self.cache)
+        return self.model(self.batch(parts, wanted), self.cache, self.attention)
 
 
 GGUF_NAMES = {

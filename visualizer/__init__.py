@@ -1,7 +1,9 @@
 """The page that shows the engine live. It knows the engine's events and its runner, and nothing inside.
 
-Reading order: `feed.py` (events to frames), `measures.py` and `tracks.py` (what the numbers mean),
-`visitors.py` (whose text is whose), `routes.py` and `panel.py` (the page), `static/main.js` (the drawing).
+Reading order: `frames.py` (events to frames), `feed.py` (frames to viewers), `measures.py` and `tracks.py`
+(what the numbers mean), `visitors.py` (whose text is whose), `routes.py` and `panel.py` (the page),
+`static/main.js` (the drawing). Then what stands beside the live engine: `siblings.py`, `race.py` and
+`races.py`, `sandbox.py`; and what is made of traces: `trace_routes.py`, `chrome_trace.py`, `figures/`.
 """
 
 import os

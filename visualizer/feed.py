@@ -126,7 +126,7 @@ class Feed:
     def _have(self, cursor: str | None) -> int | None:
         """The frame number in a cursor if the frames kept lead on from it, else None."""
         epoch, _, number = (cursor or "").partition(".")
-        if epoch != self.epoch or not number.isascii() or not number.isdigit():
+        if epoch != self.epoch or not number.isascii() or not number.isdigit() or len(number) > 15:
             return None
         have = int(number)
         oldest = self._frames[0].number - 1 if self._frames else self._framer.number

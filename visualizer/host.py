@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import EngineRunner
+from engine.request_factory import check_text
 from visualizer.feed import Feed
 from visualizer.limits import Limits
 from visualizer.races import Races
@@ -33,6 +34,7 @@ class LiveEngine:
     def chat_ids(self, text: str) -> list[int]:
         """Token ids of a one-message chat; of the bare text if the model has no chat template."""
         tokenizer = self.tokenizer
+        check_text(text)
         if not getattr(tokenizer, "chat_template", None):
             return list(tokenizer(text)["input_ids"])
         messages = [{"role": "user", "content": text}]

@@ -35,6 +35,7 @@ class Sandbox:
         engine = siblings.make("continuous", POOL_TOKENS, SLOTS, MODEL_LEN)
         self.runner = EngineRunner(engine, siblings.turns)
         self.runner.pause()
+        self.paused = True
         # One reader only, who polls: the feed needs no thread, it moves when it is read.
         self.feed = Feed(engine.events)
         self.used = now
@@ -46,34 +47,43 @@ class Sandbox:
 
     def command(self, action: str, value: Any = None) -> None:
         """pause, resume, step (value: how many, default 1), mode (value: which). Raises SandboxRefused."""
-        match action:
-            case "pause":
-                self.runner.pause()
-            case "resume":
-                self.runner.resume()
-            case "step":
-                self._step(1 if value is None else value)
-            case "mode":
-                try:
-                    check_mode(value)
-                except (ValueError, TypeError):
-                    raise SandboxRefused("Unknown mode; choose naive, static or continuous.") from None
-                self.runner.set_mode(value)
-            case _:
-                raise SandboxRefused(f"A sandbox cannot {action[:40]!r}.")
+        try:
+            match action:
+                case "pause":
+                    self._pause()
+                case "resume":
+                    self.runner.resume()
+                    self.paused = False
+                case "step":
+                    self._step(1 if value is None else value)
+                case "mode":
+                    self._set_mode(value)
+                case _:
+                    raise SandboxRefused(f"A sandbox cannot {action[:40]!r}.")
+        except RuntimeError as error:  # shut down meanwhile, or unhealthy
+            raise SandboxRefused(f"The sandbox does not work any more: {error}.") from error
+
+    def _pause(self) -> None:
+        self.runner.pause()
+        self.paused = True
+
+    def _set_mode(self, mode: Any) -> None:
+        try:
+            check_mode(mode)
+        except (ValueError, TypeError):
+            raise SandboxRefused("Unknown mode; choose naive, static or continuous.") from None
+        self.runner.set_mode(mode)
 
     def _step(self, count: Any) -> None:
         if type(count) is not int or not 1 <= count <= MOST_STEPS:
             raise SandboxRefused(f"Choose 1 to {MOST_STEPS} steps.")
-        self.runner.pause()
+        self._pause()
         before = self.runner.stats().step
         try:
             for _ in range(count):
                 self.runner.step_once(STEP_TIMEOUT)
         except FutureTimeout:
             raise SandboxRefused("This step takes long. Please wait for it.") from None
-        except RuntimeError as error:  # shut down, or unhealthy
-            raise SandboxRefused(f"The sandbox cannot step: {error}.") from error
         if self.runner.stats().step == before:
             raise SandboxRefused("There is nothing to step: send the sandbox a prompt first.")
 
@@ -81,7 +91,7 @@ class Sandbox:
         """As JSON data: is it paused, its mode and step, and in how many seconds it is closed."""
         stats = self.runner.stats()
         return {
-            "paused": self.runner.is_paused,
+            "paused": self.paused,
             "mode": stats.mode,
             "step": stats.step,
             "running": stats.num_running,

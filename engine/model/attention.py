@@ -45,10 +45,15 @@ class AttentionGroup:
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """Everything about a step that all layers share."""
+    """attention_backend="sdpa": PyTorch's own kernels, on any device.
+
+    Everything about a step that all layers share; see `attention_backends.Attention`.
+    """
 
     slot_mapping: Tensor
     groups: list[AttentionGroup]
+
+    pads_contexts = True
 
     @classmethod
     def build(
@@ -80,6 +85,10 @@ class AttentionMetadata:
             mask = mask.view(len(members), 1, query_len, 1, -1).expand(-1, -1, -1, shared, -1).flatten(2, 3)
             groups.append(AttentionGroup(len(members), rows, tables[:, :blocks_each].flatten(), mask))
         return cls(batch.slot_mapping, groups)
+
+    def attend(self, queries: Tensor, cache: KVCache, layer: int) -> Tensor:
+        """What the queries [T, heads, head_dim] see in their own contexts: the same shape."""
+        return paged_attention(queries, cache, layer, self)
 
 
 def group_requests(

@@ -62,11 +62,13 @@ class ModelConfig:
                 f"unsupported architecture {', '.join(named) or family}; "
                 f"supported are {', '.join(ARCHITECTURES.values())}"
             )
-        if hf.hidden_act != "silu":
+        if hf.hidden_act not in ("silu", "swish"):  # two names of one function
             raise ValueError(f"unsupported activation hidden_act={hf.hidden_act!r}; supported is 'silu'")
-        _refuse_sliding_window(hf, max_model_len or hf.max_position_embeddings)
+        if family != "llama":
+            _refuse_sliding_window(hf, max_model_len or hf.max_position_embeddings)
         rope = _rope_parameters(hf)
-        biased = bool(getattr(hf, "attention_bias", False))
+        # Read only where the family has it: some configurations carry keys that their models ignore.
+        biased = family in ("llama", "qwen3") and bool(getattr(hf, "attention_bias", False))
         num_heads = hf.num_attention_heads
         num_kv_heads = hf.num_key_value_heads or num_heads
         if num_heads % num_kv_heads:
@@ -87,7 +89,7 @@ class ModelConfig:
             tie_word_embeddings=bool(hf.tie_word_embeddings),
             qkv_bias=family == "qwen2" or biased,
             output_bias=biased,
-            mlp_bias=bool(getattr(hf, "mlp_bias", False)),
+            mlp_bias=family == "llama" and bool(getattr(hf, "mlp_bias", False)),
             qk_norm=family == "qwen3",
         )
 
@@ -136,6 +138,10 @@ def _rope_parameters(hf: Any) -> dict[str, Any]:
     if rope.get("rope_theta") is None:
         rope["rope_theta"] = getattr(hf, "rope_theta", None) or 10000.0
     if kind in ("llama3", "yarn"):
+        # Beside the settings rather than among them, the original length goes first, as in transformers.
+        original = getattr(hf, "original_max_position_embeddings", None)
+        if original is not None:
+            rope["original_max_position_embeddings"] = original
         rope.setdefault("original_max_position_embeddings", hf.max_position_embeddings)
     return rope
 

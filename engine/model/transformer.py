@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.batch import Batch
-from engine.model.attention import AttentionMetadata, paged_attention
+from engine.model.attention import AttentionMetadata
+from engine.model.attention_backends import Attention
 from engine.model.config import ModelConfig
 from engine.model.kv_cache import KVCache
 from engine.model.linear import LinearFactory, choose_linear
@@ -62,7 +63,7 @@ class Layer(nn.Module):
         hidden: Tensor,
         rope: tuple[Tensor, Tensor],
         cache: KVCache,
-        metadata: AttentionMetadata,
+        metadata: Attention,
         rows: Tensor | None,
     ) -> Tensor:
         """hidden [T, hidden_size], changed in place -> the same, or only the given rows, int64 [S]."""
@@ -73,9 +74,7 @@ class Layer(nn.Module):
         gate, up = self.gate_up(self._norm(hidden)).chunk(2, dim=-1)
         return hidden.add_(self.down(F.silu(gate).mul_(up)))
 
-    def _attend(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def _attend(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache, metadata: Attention) -> Tensor:
         """x [T, hidden_size] -> what all heads saw, [T, heads * head_dim]; stores K and V on the way."""
         config = self.config
         first_value = config.num_heads + config.num_kv_heads
@@ -88,7 +87,7 @@ class Layer(nn.Module):
         apply_rope(heads[:, :first_value], *rope)
         # K heads and V heads lie side by side in the product, as they do in a cache slot.
         cache.write(self.index, metadata.slot_mapping, heads[:, config.num_heads :])
-        return paged_attention(heads[:, : config.num_heads], cache, self.index, metadata).flatten(1)
+        return metadata.attend(heads[:, : config.num_heads], cache, self.index).flatten(1)
 
     def _norm(self, hidden: Tensor) -> Tensor:
         return F.rms_norm(hidden, hidden.shape[-1:], None, self.config.rms_norm_eps)
@@ -138,12 +137,12 @@ class Transformer(nn.Module):
         self.eval()
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, cache: KVCache, attention: type[Attention] = AttentionMetadata) -> Tensor:
         """Run one step: store the K and V of its T tokens, return logits float32 [S, vocab_size].
 
         S is len(batch.logits_rows) and may be 0, for steps that only fill the cache.
         """
-        metadata = AttentionMetadata.build(batch, self.config, cache.block_size, self.dtype)
+        metadata = attention.build(batch, self.config, cache.block_size, self.dtype)
         rope = rope_cos_sin(batch.positions, self.frequencies, self.rope_factor, self.dtype)
         hidden = F.embedding(batch.token_ids, self.embedding)
         last = self.config.num_layers - 1
