@@ -25,8 +25,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-blocks", type=int, default=128, help="KV blocks of 16 tokens")
     parser.add_argument("--max-model-len", type=int, default=512, help="tokens of prompt and answer together")
     parser.add_argument("--host", default="0.0.0.0" if ON_SPACE else "127.0.0.1")
-    parser.add_argument("--port", type=int, default=int(os.environ.get("PORT", "7860")))
+    # As text, so that a bad PORT is refused like a bad --port.
+    parser.add_argument("--port", type=port_number, default=os.environ.get("PORT") or "7860")
     return parser.parse_args(argv)
+
+
+def port_number(text: str) -> int:
+    """Raises ArgumentTypeError for what is no port."""
+    if not text.isascii() or not text.isdigit() or len(text) > 5 or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: a number from 1 to 65535 (see also PORT)")
+    return int(text)
 
 
 def open_port(host: str, port: int) -> socket.socket:
@@ -86,7 +94,9 @@ def main(argv: list[str] | None = None) -> None:
             print(f"  {stage}", flush=True)
 
     app = build_app(host, os.environ.get("GRADIO_ROOT_PATH"))
-    shown = "127.0.0.1" if args.host == "0.0.0.0" else args.host
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(args.host, args.host)
+    if ":" in shown and not shown.startswith("["):
+        shown = f"[{shown}]"
     print(f"Glass Engine: http://{shown}:{args.port}", flush=True)
     host.load(make_llm, report)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)

@@ -90,7 +90,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             f"argument --plot: the picture is a web page, so its name ends in .html, not {args.plot.name!r}"
         )
     for file in (args.plot, args.json and args.json != "-" and Path(args.json)):
-        if file and not file.parent.is_dir():  # said now, not after minutes of measuring
+        if file and file.is_dir():  # said now, not after minutes of measuring
+            parser.error(f"{str(file)!r} is a folder: name a file in it")
+        if file and not file.parent.is_dir():
             parser.error(f"there is no folder {str(file.parent)!r} to write {file.name!r} to")
     return args
 

@@ -325,14 +325,17 @@ class EngineRunner:
         return self.healthy and self._engine.has_unfinished()
 
     def _obey(self, wait: bool) -> None:
-        """Carry out the commands that are there; if there is nothing to step, wait for one."""
+        """Carry out the commands that are there; if there is nothing to step, wait for one.
+
+        Those that come meanwhile have their turn after the next step: no flood of them can stop the work.
+        """
         try:
-            command = self._commands.get(block=wait)
-            while True:
-                self._guard(command)
-                command = self._commands.get_nowait()
+            self._guard(self._commands.get(block=wait))
+            for _ in range(self._commands.qsize()):
+                self._guard(self._commands.get_nowait())
         except queue.Empty:
-            self._stats = self._engine.stats()
+            pass
+        self._stats = self._engine.stats()
 
     def _step(self) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []

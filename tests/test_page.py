@@ -18,8 +18,9 @@ from visualizer import EngineHost, build_app
 from visualizer.examples import EXAMPLES
 from visualizer.http import MAX_BODY
 from visualizer.limits import PUBLIC, Limits, RateLimiter, Refused
+from visualizer.mode_switch import ModeSwitch
 from visualizer.routes import STATIC, StaticFiles
-from visualizer.visitors import GRACE, Prompt, Visitors
+from visualizer.visitors import FORGET, GRACE, Prompt, Visitors
 
 SECRET = "my-secret-question"
 BASE = "/gradio_api/glass"
@@ -168,14 +169,17 @@ def poll_numbers(host, session: str) -> list[int]:
 
 
 def test_the_gone_are_cleaned_up(host):
-    """A closed tab, and one that fell silent, end their requests; a visitor who polls stays."""
+    """A closed tab, and one that fell silent, end their requests; who polls, or said it is away, stays."""
     now = [100.0]
     visitors = Visitors(host.live.runner, host.live.feed, host.live.sandboxes, clock=lambda: now[0])
-    stays, silent = visitors.open("stays"), visitors.open("silent")
-    for session in ("stays", "silent", "closed"):
+    stays, silent, hidden = map(visitors.open, ("stays", "silent", "hidden"))
+    host.live.runner.pause()
+    for session in ("stays", "silent", "hidden", "closed"):
         visitors.submit(session, [prompt(host, max_tokens=230)])
-    handles = {s: visitors._by_session[s].cards[1].handle for s in ("stays", "silent", "closed")}
+    visitors.open("asked nothing")
+    handles = {s: v.cards[1].handle for s, v in visitors._by_session.items() if v.cards}
     visitors.close("closed")
+    visitors.go_away(hidden)
     now[0] += GRACE - 1
     visitors.view(stays, {})
     visitors.reap()
@@ -184,11 +188,50 @@ def test_the_gone_are_cleaned_up(host):
     now[0] += GRACE + 1
     visitors.view(stays, {})
     visitors.reap()
-    assert visitors.view(silent, {}) is None and visitors.view(stays, {}) is not None
-    assert handles["closed"].result(10).outputs[0].finish_reason == "abort"
-    assert handles["silent"].result(10).outputs[0].finish_reason in ("abort", "length")
-    visitors.close("stays")
+    for ended in ("closed", "silent"):
+        assert handles[ended].result(10).outputs[0].finish_reason == "abort"
+    host.live.runner.resume()
+    for kept in ("stays", "hidden"):
+        assert handles[kept].result(20).outputs[0].finish_reason == "length"
+    assert "asked nothing" not in visitors._by_session
+    now[0] += FORGET - GRACE  # who was silent finds what there was, even now
+    for token in (stays, silent, hidden):
+        assert visitors.view(token, {})["numbers"] == [1]
+    now[0] += FORGET + 1
+    visitors.reap()
     assert not visitors._by_session and not visitors._by_token
+
+
+def test_mode_switches_come_one_a_period_and_the_last_wish_counts():
+    switched: list[str] = []
+    modes = ModeSwitch(switched.append, period=0.2)
+    for mode in ("static", "naive", "static", "continuous", "naive"):
+        modes.ask(mode)
+    assert switched == ["static"]
+    end = time.monotonic() + 20
+    while len(switched) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert switched == ["static", "naive"]
+    with pytest.raises(ValueError, match="unknown mode"):
+        modes.ask("warp")
+    modes.ask("continuous")
+    modes.close()
+    time.sleep(0.3)
+    assert switched == ["static", "naive"]
+
+
+@pytest.mark.parametrize("port", ["0", "99999", "-1", "abc", "", "7860.5", "١٢"])
+def test_what_is_no_port_is_said(port, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        entry.parse_args(["--port", port])
+    assert "is no port" in capsys.readouterr().err
+    monkeypatch.setenv("PORT", port)
+    if port:
+        with pytest.raises(SystemExit):
+            entry.parse_args([])
+        assert "is no port" in capsys.readouterr().err
+    else:
+        assert entry.parse_args([]).port == 7860
 
 
 @pytest.mark.parametrize(

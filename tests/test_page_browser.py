@@ -18,6 +18,7 @@ from app import open_port
 from engine import LLM
 from tests.support import tiny_llm
 from visualizer import EngineHost, build_app
+from visualizer.visitors import GRACE
 
 pytestmark = pytest.mark.browser
 
@@ -274,6 +275,30 @@ def test_polling_rests_with_the_engine_and_stops_unseen(tiny, visit):
     assert seen.polls > before
 
 
+def test_a_hidden_tab_finds_its_answers(tiny, visit, monkeypatch):
+    """Behind a slide for longer than silence is borne: its requests run on, and its answers wait."""
+    host, port = tiny
+    clock = [0.0]
+    monkeypatch.setattr(host.live.visitors, "_clock", lambda: time.monotonic() + clock[0])
+    seen = visit(port)
+    seen.page.click("#glass-eight")
+    seen.wait_for_cards(8)
+    with seen.page.expect_request(re.compile("/away$")):
+        seen.page.evaluate(
+            "Object.defineProperty(document, 'hidden', { value: true, configurable: true });"
+            "document.dispatchEvent(new Event('visibilitychange'))"
+        )
+    (visitor,) = [v for v in host.live.visitors._by_token.values() if v.cards]
+    end = time.monotonic() + 20
+    while not visitor.is_away and time.monotonic() < end:
+        time.sleep(0.05)
+    clock[0] = GRACE * 3
+    host.live.visitors.reap()
+    seen.page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
+    seen.wait_for_cards(8, "finished")
+    assert seen.page.locator(".glass-card", has_text="stopped").count() == 0
+
+
 def test_pictures_follow_the_theme(tiny, visit):
     _, port = tiny
     seen = visit(port)
@@ -301,12 +326,21 @@ def test_it_comes_back_after_a_restart(browser, visit):
     with serving(host) as port:
         seen = visit(port)
         seen.send("before")
-        seen.wait_for_cards(1)
+        seen.wait_for_cards(1, "finished")
+        answer = seen.page.inner_text(".glass-answer")
     host.close()
     seen.page.wait_for_selector(".glass-banner[data-state=lost]")
+    seen.send("nobody there")
+    seen.page.wait_for_function("document.querySelector('#glass-prompt textarea').value === 'nobody there'")
+    assert "was not sent" in seen.page.inner_text("#glass-notice")
     host = EngineHost.of(tiny_llm())
     with serving(host, port):
         seen.page.wait_for_selector(".glass-pill[data-state=ready]")
         seen.send("after")
         seen.page.locator(".glass-card", has_text="after").wait_for()
+        kept = seen.page.locator(".glass-card", has_text="before").locator(".glass-answer")
+        assert kept.inner_text() == answer  # what the server has forgotten can still be read
+        seen.wait_for_cards(2, "finished")
+        seen.page.click("#glass-clear")
+        seen.page.wait_for_selector(".glass-card", state="detached")
     host.close()

@@ -12,6 +12,7 @@ from engine import EngineRunner
 from engine.request_factory import check_text
 from visualizer.feed import Feed
 from visualizer.limits import Limits
+from visualizer.mode_switch import ModeSwitch
 from visualizer.races import Races
 from visualizer.sandbox import Sandboxes
 from visualizer.siblings import Siblings
@@ -27,6 +28,7 @@ class LiveEngine:
     runner: EngineRunner
     feed: Feed
     visitors: Visitors
+    modes: ModeSwitch
     races: Races
     sandboxes: Sandboxes
     tokenizer: Any
@@ -92,7 +94,8 @@ class EngineHost:
         feed = Feed(llm.engine.events).start()
         sandboxes = Sandboxes(siblings)
         visitors = Visitors(runner, feed, sandboxes, self._limits)
-        self.live = LiveEngine(runner, feed, visitors, Races(siblings), sandboxes, llm.tokenizer)
+        modes = ModeSwitch(runner.set_mode)
+        self.live = LiveEngine(runner, feed, visitors, modes, Races(siblings), sandboxes, llm.tokenizer)
         threading.Thread(target=self._reap, args=(self.live,), name="glass-reaper", daemon=True).start()
         self.state = "ready"
 
@@ -115,6 +118,7 @@ class EngineHost:
         """Stop the threads. Running requests are ended."""
         self._closing.set()
         if self.live:
+            self.live.modes.close()
             self.live.feed.close()
             self.live.races.close()
             self.live.sandboxes.close_all()

@@ -45,10 +45,11 @@ import(base + 'static/%(version)s/main.js').then((page) => {
 """
 
 # Empties the box in the moment of sending, so that the next prompt can be typed at once. If this one is
-# refused, the hub brings it back.
+# refused, the hub brings it back; if no answer comes, the page itself does.
 _TAKE_PROMPT_JS = """
 (text, ...options) => {
   const box = document.querySelector('#glass-prompt textarea');
+  (window.glassSent ||= []).push({ text, at: performance.now() });
   box.value = '';
   box.dispatchEvent(new Event('input', { bubbles: true }));
   return [text, ...options];
@@ -60,10 +61,17 @@ def build_page(host: EngineHost, version: str, plotly_version: str) -> gr.Blocks
     """The Gradio app. `version` names the scripts, so that a browser never mixes two releases."""
     serial = itertools.count(1)
 
-    def hub_value(request: gr.Request, notice: str = "", refused: str = "") -> dict[str, Any]:
-        """What the hub tells one page. The serial makes each value new, so that none is overlooked."""
+    def hub_value(
+        request: gr.Request, notice: str = "", refused: str = "", took: bool = False
+    ) -> dict[str, Any]:
+        """What the hub tells one page. The serial makes each value new, so that none is overlooked.
+
+        took: this is the answer to a prompt that was sent from the box.
+        """
         token = host.live.visitors.open(session_of(request)) if host.live else ""
-        return {"token": token, "notice": notice, "refused": refused, "serial": next(serial)}
+        return {
+            "token": token, "notice": notice, "refused": refused, "took": took, "serial": next(serial)
+        }  # fmt: skip
 
     def ask(request: gr.Request, make_prompts: Callable[[LiveEngine], list[Prompt]]) -> str:
         """Submit prompts; the notice to show, empty if all went well."""
@@ -88,7 +96,7 @@ def build_page(host: EngineHost, version: str, plotly_version: str) -> gr.Blocks
             return [Prompt(text, live.chat_ids(text), params)]
 
         notice = ask(request, prompts)
-        return hub_value(request, notice, refused=text.strip() if notice else "")
+        return hub_value(request, notice, refused=text.strip() if notice else "", took=True)
 
     def send_examples(examples: tuple[Example, ...]):
         def handler(temperature: float, request: gr.Request):
@@ -109,7 +117,10 @@ def build_page(host: EngineHost, version: str, plotly_version: str) -> gr.Blocks
     def set_mode(mode: Mode, request: gr.Request):
         if host.live is None:
             return hub_value(request, NOT_READY)
-        host.live.runner.set_mode(mode)
+        try:
+            host.live.modes.ask(mode)
+        except (ValueError, RuntimeError) as error:
+            return hub_value(request, str(error))
         return hub_value(request)
 
     def stop_all(request: gr.Request) -> None:

@@ -82,6 +82,14 @@ def build_routes(host: EngineHost, static: StaticFiles) -> APIRouter:
             members += f',"own":{dumps(own)}'
         return json_answer("{" + members + "}")
 
+    @router.post("/away")
+    async def away(request: Request) -> Response:
+        """The visitor's page is hidden, and will not poll for a while."""
+        token = (await read_json(request)).get("token")
+        if host.live and isinstance(token, str):
+            host.live.visitors.go_away(token)
+        return Response(status_code=204)
+
     @router.post("/stop")
     async def stop(request: Request) -> Response:
         """Stop one of the visitor's own requests."""

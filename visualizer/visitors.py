@@ -21,7 +21,8 @@ from visualizer.sandbox import Sandboxes
 
 MAX_CARDS = 128  # finished ones beyond it go, oldest first
 MAX_PROMPT_CHARS = 20_000
-GRACE = 20.0  # seconds without a poll after which a visitor is gone
+GRACE = 20.0  # seconds of silence after which a visitor's running requests end: a lost phone, a crash
+FORGET = 1800.0  # seconds of silence after which a visitor's texts are forgotten
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Card:
 class Visitor:
     token: str
     last_seen: float
+    is_away: bool = False  # the page said that it is hidden, and so will be silent
     cards: dict[int, Card] = field(default_factory=dict)
     next_number: int = 1
 
@@ -94,9 +96,7 @@ class Visitors:
                 return
             del self._by_token[visitor.token]
         self._sandboxes.close(visitor.token)
-        for card in visitor.cards.values():
-            if not card.handle.finished:
-                card.handle.abort()
+        self._end_running(visitor)
 
     def knows(self, token: str) -> bool:
         """Whether this is the token of a page that is open."""
@@ -104,12 +104,33 @@ class Visitors:
             return token in self._by_token
 
     def reap(self) -> None:
-        """Close the visitors who stopped polling: a laptop that was shut, a phone out of reach."""
+        """End what runs for visitors who fell silent, and forget those who stay so.
+
+        A page that is hidden, behind a slide or on a locked phone, says so and polls nothing: its requests
+        run on, and its answers wait for it.
+        """
         with self._lock:
-            late = self._clock() - GRACE
-            gone = [session for session, visitor in self._by_session.items() if visitor.last_seen < late]
+            now = self._clock()
+            silent = {s: v for s, v in self._by_session.items() if v.last_seen < now - GRACE}
+            gone = [s for s, v in silent.items() if v.last_seen < now - FORGET or not (v.cards or v.is_away)]
+            lost = [v for s, v in silent.items() if s not in gone and not v.is_away]
         for session in gone:
             self.close(session)
+        for visitor in lost:
+            self._sandboxes.close(visitor.token)
+            self._end_running(visitor)
+
+    def go_away(self, token: str) -> None:
+        """The token's page is hidden from now on, until it polls again."""
+        with self._lock:
+            if visitor := self._by_token.get(token):
+                visitor.last_seen, visitor.is_away = self._clock(), True
+
+    @staticmethod
+    def _end_running(visitor: Visitor) -> None:
+        for card in list(visitor.cards.values()):
+            if not card.handle.finished:
+                card.handle.abort()
 
     # -- asking and stopping ----------------------------------------------------------------------
 
@@ -190,7 +211,7 @@ class Visitors:
             visitor = self._by_token.get(token)
             if visitor is None:
                 return None
-            visitor.last_seen = self._clock()
+            visitor.last_seen, visitor.is_away = self._clock(), False
             cards = list(visitor.cards.values())
         sandbox = self._sandboxes.get(token)
         if sandbox:

@@ -5,7 +5,8 @@ import { slotLetter, slotLook } from './theme.js';
 import { reasonWords } from './timeline.js';
 
 const plain = { fill: 'var(--glass-line)', edge: 'var(--glass-edge)', text: 'var(--glass-muted)' }; // without a slot
-const ENDS = { stop: 'done', length: 'done', abort: 'stopped', error: 'failed' };
+const SIGNS = { abort: '■', error: '!', lost: '!' };
+const ENDS = { stop: 'done', length: 'done', abort: 'stopped', error: 'failed', lost: 'lost with the server' };
 
 export function mountAnswersHead(root) {
   root.append(el('h2', {}, 'Your requests'), el('p', { class: 'glass-sentence' }, 'Only you see your text. Everyone sees the slots.'));
@@ -16,6 +17,7 @@ export function mountCards(root, store, feed) {
   const list = el('div', { class: 'glass-cards' });
   root.append(empty, list);
   const nodes = new Map();
+  document.getElementById('glass-clear').addEventListener('click', () => store.clearPast());
   // While the pointer is on the cards they keep their places: none slips away from its reader.
   const reading = () => list.matches(':hover') && matchMedia('(hover: hover)').matches;
 
@@ -52,6 +54,7 @@ function emptyWords(store) {
 /** The order of cards: the running ones by slot, as in the timeline, then the finished, then the queue. */
 function rank(card) {
   if (card.state === 'waiting') return 1e6 + card.number;
+  if (card.past) return 2e6;
   if (card.state === 'finished') return 1e5 - card.number;
   return card.slot ?? 0;
 }
@@ -90,7 +93,7 @@ function updateCard(node, card, store) {
   }
   if (node.root.dataset.state !== card.state) node.root.dataset.state = card.state;
   node.root.classList.toggle('glass-isolated', store.isolated !== null && store.isolated === card.key);
-  setText(node.badge, card.state === 'finished' ? (card.finish === 'abort' ? '■' : card.finish === 'error' ? '!' : '✓') : slotLetter(slot));
+  setText(node.badge, card.state === 'finished' ? (SIGNS[card.finish] || '✓') : slotLetter(slot));
   setText(node.state, stateWords(card));
   setText(node.details, detailWords(card));
   setText(node.way, wayWords(card, store.strip?.mode));

@@ -17,7 +17,7 @@ export class Feed {
     this.timer = 0;
     this.inFlight = false;
     this.renewed = 0;
-    document.addEventListener('visibilitychange', () => this.soon());
+    document.addEventListener('visibilitychange', () => (document.hidden ? this.sayAway() : this.soon()));
   }
 
   /** Poll now, or right after the poll in flight. */
@@ -27,10 +27,15 @@ export class Feed {
     if (!this.inFlight) this.poll();
   }
 
+  /** Unseen, the page polls nothing; told so, the server keeps its requests running. */
+  sayAway() {
+    if (this.token) navigator.sendBeacon(`${this.links.base}away`, JSON.stringify({ token: this.token }));
+  }
+
   setToken(token) {
     if (!token || token === this.token) return;
     this.token = token;
-    this.store.cards.clear();
+    this.store.keepAsPast();
     this.soon();
   }
 

@@ -5,6 +5,7 @@ import { mountBlocks } from './blocks.js';
 import { mountAnswersHead, mountCards } from './cards.js';
 import { el, setText } from './dom.js';
 import { Feed } from './feed.js';
+import { rememberOverReloads } from './memory.js';
 import { mountHeader, mountLive, mountStrip } from './metrics.js';
 import { Store } from './store.js';
 import { onThemeChange } from './theme.js';
@@ -12,6 +13,7 @@ import { mountThroughput } from './throughput.js';
 import { mountTimeline } from './timeline.js';
 
 const NOTICE_MS = 12000;
+const ANSWER_MS = 8000; // a prompt that the server has not taken by then goes back into its box
 
 /** Start the page. Returns what takes the values that Python sends: {token, notice, refused}. */
 export function start(hub, links) {
@@ -31,24 +33,40 @@ export function start(hub, links) {
   followMode(store, links);
   onThemeChange(() => store.changed());
   new ResizeObserver(() => store.changed()).observe(place('timeline'));
+  rememberOverReloads(store, promptBox, giveBack);
   store.changed();
   feed.poll();
 
   let clearing = 0;
-  return ({ token, notice, refused }) => {
-    feed.setToken(token);
-    if (refused) giveBack(refused);
+  const say = (notice) => {
     const box = place('notice');
-    setText(box, notice || '');
+    setText(box, notice);
     clearTimeout(clearing);
     if (notice) clearing = setTimeout(() => setText(box, ''), NOTICE_MS);
+  };
+  store.onChange(() => {
+    const [oldest] = window.glassSent || [];
+    if (!oldest || performance.now() - oldest.at < ANSWER_MS) return;
+    window.glassSent.shift();
+    giveBack(oldest.text);
+    say('The server did not answer, so this prompt was not sent. Please send it again.');
+  });
+  return ({ token, notice, refused, took }) => {
+    if (took) window.glassSent?.shift();
+    feed.setToken(token);
+    if (refused) giveBack(refused);
+    say(notice || '');
     feed.soon();
   };
 }
 
+function promptBox() {
+  return document.querySelector('#glass-prompt textarea');
+}
+
 /** Put a refused prompt back into its box, unless the visitor is typing the next one already. */
 function giveBack(text) {
-  const box = document.querySelector('#glass-prompt textarea');
+  const box = promptBox();
   if (box.value) return;
   box.value = text;
   box.dispatchEvent(new Event('input', { bubbles: true }));

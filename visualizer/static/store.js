@@ -8,6 +8,7 @@ export class Store {
     this.info = null;
     this.reset();
     this.cards = new Map(); // the visitor's own requests: number -> card
+    this.past = 0; // cards of servers that are gone, which keep their text
     this.link = { state: 'connecting' }; // connecting | loading | failed | ready | lost
     this.isolated = null; // key of the request that all panels bring out
     this.listeners = new Set();
@@ -77,7 +78,7 @@ export class Store {
   /** Take up what a poll said about the visitor's own cards. */
   applyOwn(own) {
     const present = new Set(own.numbers);
-    for (const number of this.cards.keys()) if (!present.has(number)) this.cards.delete(number);
+    for (const [number, card] of this.cards) if (!card.past && !present.has(number)) this.cards.delete(number);
     for (const { number, from, more, end, stamp, prompt, told } of own.cards) {
       const card = this.cards.get(number) || { number, prompt, text: '' };
       card.text = from === 0 ? more : card.text + more;
@@ -86,9 +87,30 @@ export class Store {
     }
   }
 
+  /** The server that answered these cards is gone: what they have stays to be read, and nothing more comes. */
+  keepAsPast() {
+    const cards = [...this.cards.values()];
+    this.cards.clear();
+    this.addPast(cards);
+  }
+
+  addPast(cards) {
+    for (const card of cards) {
+      if (card.state !== 'finished') Object.assign(card, { state: 'finished', finish: 'lost' });
+      Object.assign(card, { past: true, key: null });
+      this.past += 1;
+      this.cards.set(`past ${this.past}`, Object.assign(card, { number: `past ${this.past}` }));
+    }
+  }
+
+  clearPast() {
+    for (const [number, card] of this.cards) if (card.past) this.cards.delete(number);
+    this.changed();
+  }
+
   /** What the page holds of each card already, as a poll tells it: characters of its answer, stamp of its state. */
   have() {
-    return Object.fromEntries([...this.cards.values()].map((card) => [card.number, [card.end, card.stamp]]));
+    return Object.fromEntries([...this.cards.values()].filter((card) => !card.past).map((card) => [card.number, [card.end, card.stamp]]));
   }
 
   slotOf(key) {
