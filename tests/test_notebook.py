@@ -32,7 +32,7 @@ def test_it_runs_from_top_to_bottom(monkeypatch):
     monkeypatch.setenv("GLASS_ENGINE_QUICK", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    kernel = AsyncKernelManager(transport="ipc")
+    kernel = AsyncKernelManager()
     # Whatever kernels the machine knows by that name: this environment's Python is to run it.
     kernel.kernel_spec.argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     client = NotebookClient(
