@@ -26,8 +26,9 @@ test: $(VENV)/.installed-dev  ## install what is missing and run the tests
 bench: $(VENV)/.installed  ## compare the three modes
 	@$(PY) benchmark.py $(ARGS)
 
-screenshots: $(VENV)/.installed-dev  ## take the pictures in assets/ anew, from the real page
+screenshots: $(VENV)/.installed-dev  ## take the pictures in assets/ and docs/ anew, from real runs
 	@$(PY) assets/screenshots.py
+	@$(PY) assets/figures.py
 
 lint: $(VENV)/.installed-dev  ## check style and formatting
 	@$(PY) -m ruff check .

@@ -12,9 +12,10 @@ import os
 import socket
 import sys
 
+ON_SPACE = "SPACE_ID" in os.environ  # a Hugging Face Space: strangers come, from all sides
+
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    on_space = "SPACE_ID" in os.environ
     parser = argparse.ArgumentParser(description="Serve the Glass Engine page.")
     parser.add_argument("--model", default="auto", help="folder, Hub id, GGUF file, or auto (default)")
     parser.add_argument("--mode", default="continuous", choices=["naive", "static", "continuous"])
@@ -23,7 +24,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=16, help="slots: requests that run at once")
     parser.add_argument("--num-blocks", type=int, default=128, help="KV blocks of 16 tokens")
     parser.add_argument("--max-model-len", type=int, default=512, help="tokens of prompt and answer together")
-    parser.add_argument("--host", default="0.0.0.0" if on_space else "127.0.0.1")
+    parser.add_argument("--host", default="0.0.0.0" if ON_SPACE else "127.0.0.1")
     # As text, so that a bad PORT is refused like a bad --port.
     parser.add_argument("--port", type=port_number, default=os.environ.get("PORT") or "7860")
     return parser.parse_args(argv)
@@ -59,6 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     import uvicorn
 
     from visualizer import EngineHost, build_app
+    from visualizer.limits import PUBLIC, Limits
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -66,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             await super().shutdown(sockets)
 
-    host = EngineHost()
+    host = EngineHost(PUBLIC if ON_SPACE else Limits())
 
     def make_llm(progress):
         from engine import LLM

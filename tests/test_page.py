@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import socket
 import time
 
@@ -16,9 +17,10 @@ from tests.support import tiny_llm
 from visualizer import EngineHost, build_app
 from visualizer.examples import EXAMPLES
 from visualizer.http import MAX_BODY
+from visualizer.limits import PUBLIC, Limits, RateLimiter, Refused
 from visualizer.mode_switch import ModeSwitch
 from visualizer.routes import STATIC, StaticFiles
-from visualizer.visitors import FORGET, GRACE, MAX_ACTIVE_PER_VISITOR, Prompt, Refused, Visitors
+from visualizer.visitors import FORGET, GRACE, Prompt, Visitors
 
 SECRET = "my-secret-question"
 BASE = "/gradio_api/glass"
@@ -109,13 +111,57 @@ def test_only_the_owner_stops_a_request(host, client):
 
 def test_limits_are_said_and_queue_nothing(host):
     before = host.live.runner.stats().num_waiting + host.live.runner.stats().num_running
-    with pytest.raises(Refused, match=f"{MAX_ACTIVE_PER_VISITOR} is the most for one visitor"):
-        host.live.visitors.submit("greedy", [prompt(host)] * (MAX_ACTIVE_PER_VISITOR + 1))
+    with pytest.raises(Refused, match=f"{Limits().active_per_visitor} is the most for one visitor"):
+        host.live.visitors.submit("greedy", [prompt(host)] * (Limits().active_per_visitor + 1))
     with pytest.raises(Refused, match=r"refused this request: .*256"):
         host.live.visitors.submit("greedy", [prompt(host), prompt(host, "long " * 400)])
     stats = host.live.runner.stats()
     assert stats.num_waiting + stats.num_running == before
     assert poll_numbers(host, "greedy") == []
+
+
+def test_one_place_may_ask_so_much_a_minute():
+    now = [0.0]
+    limiter = RateLimiter(Limits(per_minute=30, burst=40), clock=lambda: now[0])
+    limiter.take("here", 32)
+    with pytest.raises(Refused, match="try again in 48 seconds"):
+        limiter.take("here", 32)
+    limiter.take("here", 8)  # a refusal takes nothing
+    limiter.take("elsewhere", 32)
+    now[0] = 47
+    with pytest.raises(Refused, match="in 17 seconds"):
+        limiter.take("here", 32)
+    now[0] = 65
+    limiter.take("here", 32)
+    with pytest.raises(Refused, match=r"more than 30 requests a minute from one place"):
+        limiter.take("here", 41)  # more than a bucket ever holds
+    for number in range(3000):
+        now[0] += 2
+        limiter.take(f"client {number}", 1)
+    assert len(limiter._buckets) <= 1001
+
+
+def test_at_home_nobody_counts_and_in_public_all_examples_fit():
+    limiter = RateLimiter(Limits())
+    for _ in range(100):
+        limiter.take("here", 64)
+    assert PUBLIC.per_minute and len(EXAMPLES) < PUBLIC.active_per_visitor < PUBLIC.active
+    assert len(EXAMPLES) < PUBLIC.burst
+
+
+def test_limits_of_a_host_hold_for_its_visitors():
+    host = EngineHost.of(tiny_llm(block_size=16, num_blocks=64, max_model_len=256), Limits(active=3))
+    try:
+        host.live.visitors.submit("one", [prompt(host, max_tokens=200)] * 2, "here")
+        with pytest.raises(Refused, match="busy with 2 requests of all visitors; 3 is the most"):
+            host.live.visitors.submit("two", [prompt(host)] * 2, "there")
+    finally:
+        host.close()
+
+
+def test_a_page_says_what_it_runs_on(host, client):
+    status = client.get(f"{BASE}/feed").json()["status"]
+    assert re.fullmatch(r"\d+ CPU cores?", status["hardware"])
 
 
 def poll_numbers(host, session: str) -> list[int]:
@@ -193,7 +239,7 @@ def test_what_is_no_port_is_said(port, monkeypatch, capsys):
 )
 def test_a_strange_poll_is_harmless(client, body):
     answer = client.post(f"{BASE}/poll", content=body)
-    assert answer.status_code == 200 and answer.json()["status"] == {"state": "ready"}
+    assert answer.status_code == 200 and answer.json()["status"]["state"] == "ready"
 
 
 def test_strange_counts_are_harmless(host, client):

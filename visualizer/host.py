@@ -11,6 +11,7 @@ from typing import Any
 from engine import EngineRunner
 from engine.request_factory import check_text
 from visualizer.feed import Feed
+from visualizer.limits import Limits
 from visualizer.mode_switch import ModeSwitch
 from visualizer.races import Races
 from visualizer.sandbox import Sandboxes
@@ -44,9 +45,11 @@ class LiveEngine:
 
 
 class EngineHost:
-    """What a page is served from, also before there is an engine."""
+    """What a page is served from, also before there is an engine. limits: of what visitors may ask."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._hardware = ""
         self.state = "loading"  # "loading" | "ready" | "failed"
         self.stage = "starting"
         self.fraction = 0.0
@@ -55,9 +58,9 @@ class EngineHost:
         self._closing = threading.Event()
 
     @classmethod
-    def of(cls, llm) -> EngineHost:
+    def of(cls, llm, limits: Limits | None = None) -> EngineHost:
         """A host for an engine that is already there."""
-        host = cls()
+        host = cls(limits)
         host.attach(llm)
         return host
 
@@ -85,11 +88,12 @@ class EngineHost:
         threading.Thread(target=work, name="glass-loader", daemon=True).start()
 
     def attach(self, llm) -> None:
+        self._hardware = llm.loaded.hardware
         siblings = Siblings(llm)
         runner = EngineRunner(llm.engine, siblings.turns)
         feed = Feed(llm.engine.events).start()
         sandboxes = Sandboxes(siblings)
-        visitors = Visitors(runner, feed, sandboxes)
+        visitors = Visitors(runner, feed, sandboxes, self._limits)
         modes = ModeSwitch(runner.set_mode)
         self.live = LiveEngine(runner, feed, visitors, modes, Races(siblings), sandboxes, llm.tokenizer)
         threading.Thread(target=self._reap, args=(self.live,), name="glass-reaper", daemon=True).start()
@@ -101,11 +105,11 @@ class EngineHost:
             live.sandboxes.reap()
 
     def status(self) -> dict[str, Any]:
-        """What a page says while there is no engine, as JSON data."""
+        """How the engine is, as JSON data: what it runs on, how far it is loaded, or why there is none."""
         if self.live and not self.live.runner.healthy:
             return {"state": "failed", "error": "It stopped after an internal error (see the terminal)."}
         if self.live:
-            return {"state": "ready"}
+            return {"state": "ready", "hardware": self._hardware}
         if self.state == "failed":
             return {"state": "failed", "error": self.error}
         return {"state": "loading", "stage": self.stage, "fraction": round(self.fraction, 3)}

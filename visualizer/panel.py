@@ -18,7 +18,8 @@ from engine import SamplingParams
 from engine.events import Mode
 from visualizer.examples import EXAMPLES, Example
 from visualizer.host import EngineHost, LiveEngine
-from visualizer.visitors import MAX_PROMPT_CHARS, Prompt, Refused
+from visualizer.limits import Refused
+from visualizer.visitors import MAX_PROMPT_CHARS, Prompt
 
 NOT_READY = "The model is not ready yet. Please wait until it is loaded."
 MODES = ("naive", "static", "continuous")
@@ -77,7 +78,7 @@ def build_page(host: EngineHost, version: str, plotly_version: str) -> gr.Blocks
         if host.live is None:
             return NOT_READY
         try:
-            host.live.visitors.submit(session_of(request), make_prompts(host.live))
+            host.live.visitors.submit(session_of(request), make_prompts(host.live), client_of(request))
         except (ValueError, RuntimeError) as error:  # refused, or the engine is not healthy
             return str(error)
         return ""
@@ -228,6 +229,12 @@ def build_page(host: EngineHost, version: str, plotly_version: str) -> gr.Blocks
 def session_of(request: gr.Request) -> str:
     """The page's session. A call from no page has none, and gets one that nobody can come back to."""
     return request.session_hash or secrets.token_hex()
+
+
+def client_of(request: gr.Request) -> str:
+    """The address that a request comes from. Behind a proxy, the one that the proxy says it had from."""
+    forwarded = (request.headers or {}).get("x-forwarded-for", "")
+    return forwarded.partition(",")[0].strip()[:64] or (request.client.host if request.client else "")
 
 
 def _mount(name: str, panel: bool = False) -> gr.HTML:

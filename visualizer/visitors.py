@@ -16,18 +16,13 @@ from typing import Any
 
 from engine import EngineRunner, RequestHandle, SamplingParams
 from visualizer.feed import Feed
+from visualizer.limits import Limits, RateLimiter, Refused
 from visualizer.sandbox import Sandboxes
 
-MAX_ACTIVE = 256  # requests of all visitors together
-MAX_ACTIVE_PER_VISITOR = 64
 MAX_CARDS = 128  # finished ones beyond it go, oldest first
 MAX_PROMPT_CHARS = 20_000
 GRACE = 20.0  # seconds of silence after which a visitor's running requests end: a lost phone, a crash
 FORGET = 1800.0  # seconds of silence after which a visitor's texts are forgotten
-
-
-class Refused(ValueError):
-    """A request that is not accepted. The message says why and what to do, in words for the page."""
 
 
 @dataclass
@@ -64,10 +59,19 @@ class Visitor:
 class Visitors:
     """All visitors, by Gradio session and by token. Safe to use from any thread."""
 
-    def __init__(self, runner: EngineRunner, feed: Feed, sandboxes: Sandboxes, clock=time.monotonic):
+    def __init__(
+        self,
+        runner: EngineRunner,
+        feed: Feed,
+        sandboxes: Sandboxes,
+        limits: Limits | None = None,
+        clock=time.monotonic,
+    ):
         self._runner = runner
         self._feed = feed
         self._sandboxes = sandboxes
+        self._limits = limits or Limits()
+        self._rate = RateLimiter(self._limits, clock)
         self._clock = clock
         self._lock = threading.RLock()
         self._by_session: dict[str, Visitor] = {}
@@ -130,25 +134,28 @@ class Visitors:
 
     # -- asking and stopping ----------------------------------------------------------------------
 
-    def submit(self, session: str, prompts: list[Prompt]) -> None:
+    def submit(self, session: str, prompts: list[Prompt], client: str = "") -> None:
         """Queue prompts in one go: in the visitor's sandbox while it has one, else in the live engine.
 
+        client: the address they come from, for `Limits.per_minute`.
         Raises Refused, and queues none, if one is bad or there are too many.
         """
         with self._lock:
             visitor = self._by_token[self.open(session)]
             mine = visitor.num_active
-            if mine + len(prompts) > MAX_ACTIVE_PER_VISITOR:
+            limits = self._limits
+            if mine + len(prompts) > limits.active_per_visitor:
                 raise Refused(
-                    f"You have {mine} requests running or waiting, and {MAX_ACTIVE_PER_VISITOR} is the most "
-                    "for one visitor. Wait for some to finish, or stop some."
+                    f"You have {mine} requests running or waiting, and {limits.active_per_visitor} is the "
+                    "most for one visitor. Wait for some to finish, or stop some."
                 )
             everyone = sum(other.num_active for other in self._by_token.values())
-            if everyone + len(prompts) > MAX_ACTIVE:
+            if everyone + len(prompts) > limits.active:
                 raise Refused(
-                    f"The engine is busy with {everyone} requests of all visitors; {MAX_ACTIVE} is the most. "
-                    "Please try again in a moment."
+                    f"The engine is busy with {everyone} requests of all visitors; {limits.active} is the "
+                    "most. Please try again in a moment."
                 )
+            self._rate.take(client, len(prompts))
             sandbox = self._sandboxes.get(visitor.token, use=True)
             runner, feed = (sandbox.runner, sandbox.feed) if sandbox else (self._runner, self._feed)
             where = "sandbox" if sandbox else "live"

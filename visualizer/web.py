@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import quote
+
 import gradio as gr
 import plotly
 from fastapi import FastAPI
@@ -12,6 +14,14 @@ from visualizer.panel import build_page
 from visualizer.routes import STATIC, StaticFiles, build_routes
 
 SANS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "DejaVu Sans", "sans-serif")
+# Four blocks of the pool. In the page itself, so that it is there behind a proxy too: the root of a host,
+# where a browser looks for an icon by itself, then belongs to somebody else.
+_ICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16">'
+    '<path fill="#e69f00" d="M1 1h6v6H1z"/><path fill="#56b4e9" d="M9 1h6v6H9z"/>'
+    '<path fill="#009e73" d="M1 9h6v6H1z"/><path fill="none" stroke="#8b929d" d="M9.5 9.5h5v5h-5z"/></svg>'
+)
+HEAD = f'<link rel="icon" href="data:image/svg+xml,{quote(_ICON)}">'
 MONO = ("ui-monospace", "SFMono-Regular", "Consolas", "DejaVu Sans Mono", "monospace")
 
 
@@ -31,6 +41,7 @@ def build_app(host: EngineHost, root_path: str | None = None) -> FastAPI:
         root_path=root_path,
         theme=gr.themes.Base(primary_hue="blue", neutral_hue="slate", font=SANS, font_mono=MONO),
         css_paths=[STATIC / "glass.css"],
+        head=HEAD,
         footer_links=[],
         run_history=False,
         ssr_mode=False,

@@ -55,6 +55,14 @@ class LoadedModel:
     device: torch.device
     max_model_len: int
 
+    @property
+    def hardware(self) -> str:
+        """What it runs on, for people: "2 CPU cores", or the GPU's name."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        cores = usable_cores()
+        return f"{cores} CPU core{'s' if cores > 1 else ''}"
+
 
 def load_model(
     name: str = "auto",

@@ -5,12 +5,14 @@ import { reasonWords } from './timeline.js';
 
 export function mountHeader(root, store) {
   const model = el('span', { class: 'glass-model' });
+  let hardware = '';
   root.append(el('h1', {}, 'Glass Engine'), model);
   store.onChange(() => {
     const info = store.info;
     if (!info) return;
     const name = info.model.split('/').filter(Boolean).pop();
-    setText(model, `${name} · ${info.dtype} · ${info.device}`);
+    hardware = store.link.hardware || hardware || info.device;
+    setText(model, `${name} · ${info.dtype} · ${hardware}`);
     model.title = `Context limit ${info.context_limit} tokens, at most ${info.max_num_batched_tokens} tokens a step`;
   });
 }
