@@ -66,7 +66,9 @@ export function mountBlocks(root, store) {
     context.textAlign = 'left';
     context.fillStyle = ink.muted;
     if (!table.length) {
-      const words = key === null ? 'Point at a request, here or in any panel, to see its block table; click to keep it.'
+      const hint = frame.clientWidth < 500 ? 'Point at a request to see its block table.'
+        : 'Point at a request, here or in any panel, to see its block table; click to keep it.';
+      const words = key === null ? hint
         : `#${key} holds no blocks at this moment.`;
       context.fillText(words, 2, y + TABLE / 2);
       return;

@@ -30,7 +30,8 @@ function openDialog(title, onClose = () => {}) {
     onClose();
     dialog.remove();
   });
-  document.body.append(dialog);
+  // Inside Gradio's page, whose style rules for small screens reach no further.
+  (document.querySelector('.gradio-container .contain') ?? document.body).append(dialog);
   dialog.showModal();
   return { dialog, body };
 }
