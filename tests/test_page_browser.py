@@ -85,7 +85,10 @@ class Page:
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", self._request)
         self.page.goto(f"http://127.0.0.1:{port}/")
-        self.page.wait_for_selector(".glass-pill[data-state=ready]")
+        try:
+            self.page.wait_for_selector(".glass-pill[data-state=ready]")
+        except Exception as error:
+            raise AssertionError(f"the page did not come to life; it said {self.errors}") from error
 
     def _request(self, request) -> None:
         self.polls += request.url.endswith("/poll")

@@ -37,8 +37,8 @@ const links = {
   renew: () => trigger('renew'),
   follow: () => trigger('follow'),
 };
-import(base + 'static/%(version)s/main.js').then((page) => {
-  deliver = page.start(element, links);
+import(base + 'static/%(version)s/main.js').then(async (page) => {
+  deliver = await page.start(element, links);
   if (props.value) deliver(props.value);
   inbox.forEach((value) => deliver(value));
 });

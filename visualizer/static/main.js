@@ -17,8 +17,15 @@ import { mountTransport } from './transport.js';
 const NOTICE_MS = 12000;
 const ANSWER_MS = 8000; // a prompt that the server has not taken by then goes back into its box
 
-/** Start the page. Returns what takes the values that Python sends: {token, notice, refused}. */
-export function start(hub, links) {
+const PLACES = ['header', 'live', 'strip', 'transport', 'lab', 'sandbox', 'timeline', 'blocks', 'answers-head', 'cards',
+  'throughput', 'anatomy', 'notice', 'mode', 'clear', 'prompt'];
+
+/** Start the page. Returns what takes the values that Python sends: {token, notice, refused, took}. */
+export async function start(hub, links) {
+  // Gradio mounts its components one after the other, and on a busy machine slowly.
+  while (!PLACES.every((name) => document.getElementById(`glass-${name}`)) || !promptBox()) {
+    await new Promise((resolve) => { setTimeout(resolve, 20); });
+  }
   const store = new Store();
   window.glassStore = store; // for whoever looks under the hood from the browser's console
   const feed = new Feed(store, links, hub);

@@ -1,7 +1,9 @@
 // Recorded runs, one or several side by side on one clock: a race, or a trace from elsewhere. Needs no server.
 
+import { mountAnatomy } from './anatomy.js';
 import { mountBlocks } from './blocks.js';
 import { count, el, figure, fitCanvas, setText } from './dom.js';
+import { mountStrip } from './metrics.js';
 import { SPEEDS } from './player.js';
 import { Store } from './store.js';
 import { inks, onThemeChange } from './theme.js';
@@ -11,9 +13,12 @@ const TICK = 33; // milliseconds between two pictures
 const CURVE = 120;
 const PACE = 20; // seconds in which a run is played at "1×" of its own, if it lasts longer or much shorter
 
-/** Show arms, each {title, frames, mode}, in `root`. Returns {close, play, go}. */
-export function mountPlayback(root, arms, words = '') {
-  const lanes = arms.map((arm, place) => makeLane(arm, place));
+/**
+ * Show arms, each {title, frames, mode}, in `root`. words: what stands above the curve. all: with the metric
+ * strip and the anatomy of a step too. Returns {close, play, go, view}.
+ */
+export function mountPlayback(root, arms, words = '', all = false) {
+  const lanes = arms.map((arm, place) => makeLane(arm, place, all));
   const end = Math.max(...lanes.map((lane) => lane.end), 0.001);
   let time = 0;
   let speed = SPEEDS.find((times) => end / times <= PACE) ?? SPEEDS[SPEEDS.length - 1];
@@ -56,8 +61,9 @@ export function mountPlayback(root, arms, words = '') {
   function go(to) {
     time = Math.min(end, Math.max(0, to));
     slider.value = `${time}`;
-    setText(when, `${time.toFixed(2)} s of ${end.toFixed(2)} s`);
     lanes.forEach((lane) => lane.go(time));
+    const step = lanes.length === 1 ? `step ${count(lanes[0].store.picture.step)} · ` : '';
+    setText(when, `${step}${time.toFixed(2)} s of ${end.toFixed(2)} s`);
     drawCurve();
   }
 
@@ -152,7 +158,7 @@ export function mountPlayback(root, arms, words = '') {
 }
 
 /** One run: its own store, led to a moment of the common clock. */
-function makeLane({ title, frames, mode }, place) {
+function makeLane({ title, frames, mode }, place, all) {
   const store = new Store(Infinity);
   const totals = []; // {t, tokens, done, wasted} after each frame
   const known = new Map();
@@ -177,13 +183,20 @@ function makeLane({ title, frames, mode }, place) {
   const words = el('span', { class: 'glass-figure' });
   const timeline = el('div', { class: 'glass-panel' });
   const blocks = el('div', { class: 'glass-panel' });
-  const root = el('section', { class: 'glass-lane', 'aria-label': title }, el('div', { class: 'glass-heading' }, name, words), timeline, blocks);
+  const root = el('section', { class: 'glass-lane', 'aria-label': title }, el('div', { class: 'glass-heading' }, name, words));
+  const strip = el('div');
+  const anatomy = el('div', { class: 'glass-panel' });
+  root.append(...(all ? [strip, timeline, blocks, anatomy] : [timeline, blocks]));
   const at = (time) => store.history.positionOfTime(time);
   return {
     title, mode, place, root, store, totals, end,
     mount() {
       mountTimeline(timeline, store);
       mountBlocks(blocks, store);
+      if (all) {
+        mountStrip(strip, store);
+        mountAnatomy(anatomy, store);
+      }
     },
     go(time) {
       const position = at(time);
