@@ -17,6 +17,7 @@ from visualizer.frames import dumps
 from visualizer.host import EngineHost
 from visualizer.http import NEVER_KEEP, HeavyWork, json_answer, read_json
 from visualizer.lab_routes import build_lab_routes
+from visualizer.lesson_routes import build_lesson_routes
 from visualizer.trace_routes import build_trace_routes
 
 PREFIX = "/gradio_api/glass"
@@ -51,6 +52,7 @@ def build_routes(host: EngineHost, static: StaticFiles) -> APIRouter:
     work = HeavyWork()
     router.include_router(build_trace_routes(host, work))
     router.include_router(build_lab_routes(host, work))
+    router.include_router(build_lesson_routes())
 
     def public(cursor: str | None) -> str:
         members = f'"status":{dumps(host.status())}'

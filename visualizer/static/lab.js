@@ -1,6 +1,8 @@
-// What is beside the live engine: races, traces to take home or to bring, and a sandbox of one's own.
+// What is beside the live engine: lessons, races, traces to take home or to bring, and a sandbox of one's own.
 
+import { openDialog } from './dialog.js';
 import { count, el, figure, setText } from './dom.js';
+import { openLessons } from './lessons.js';
 import { mountPlayback } from './playback.js';
 import { MODES } from './theme.js';
 
@@ -12,28 +14,15 @@ export function mountLab(root, sandboxRoot, store, feed) {
     node.addEventListener('click', act);
     return node;
   };
+  const learn = button('Lessons', 'Five short experiments: predict, see, understand', () => openLessons(feed));
   const race = button('Race', 'Run the same requests in two modes and watch them side by side', () => openRace(feed));
   const trace = button('Trace', 'Save what just happened, or load a recording', () => openTrace(store, feed));
   const box = button('Sandbox', 'An engine of your own, to pause and step', () => sandbox.toggle());
   const sandbox = mountSandbox(store, feed, box);
-  root.append(el('div', { class: 'glass-lab' }, race, trace, box));
+  root.append(el('div', { class: 'glass-lab' }, learn, race, trace, box));
   sandboxRoot.append(sandbox.root);
-}
-
-/** A dialog over the page. Escape closes it. */
-function openDialog(title, onClose = () => {}) {
-  const close = el('button', { type: 'button', class: 'glass-close', 'aria-label': 'Close' }, 'Close');
-  const body = el('div', { class: 'glass-dialog-body' });
-  const dialog = el('dialog', { class: 'glass-dialog', 'aria-label': title }, el('header', {}, el('h2', {}, title), close), body);
-  close.addEventListener('click', () => dialog.close());
-  dialog.addEventListener('close', () => {
-    onClose();
-    dialog.remove();
-  });
-  // Inside Gradio's page, whose style rules for small screens reach no further.
-  (document.querySelector('.gradio-container .contain') ?? document.body).append(dialog);
-  dialog.showModal();
-  return { dialog, body };
+  const lesson = new URLSearchParams(location.search).get('lesson');
+  if (lesson) openLessons(feed, Number(lesson));
 }
 
 // -- race ---------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ export function mountPlayback(root, arms, words = '', all = false) {
   const said = el('p', { class: 'glass-sentence' }, words || 'Output tokens over time; a vertical line is the moment shown.');
   const view = el('div', { class: 'glass-playback', tabindex: '-1' }, bar,
     el('div', { class: 'glass-lanes', 'data-lanes': `${lanes.length}` }, ...lanes.map((lane) => lane.root)),
-    el('div', { class: 'glass-panel' }, said, frame));
+    el('div', { class: 'glass-panel glass-curve' }, said, frame));
   root.append(view);
   lanes.forEach((lane) => lane.mount());
 
@@ -181,8 +181,8 @@ function makeLane({ title, frames, mode }, place, all) {
   const end = totals.length ? totals[totals.length - 1].t : 0;
   const name = el('h3', {}, title);
   const words = el('span', { class: 'glass-figure' });
-  const timeline = el('div', { class: 'glass-panel' });
-  const blocks = el('div', { class: 'glass-panel' });
+  const timeline = el('div', { class: 'glass-panel', 'data-panel': 'timeline' });
+  const blocks = el('div', { class: 'glass-panel', 'data-panel': 'blocks' });
   const root = el('section', { class: 'glass-lane', 'aria-label': title }, el('div', { class: 'glass-heading' }, name, words));
   const strip = el('div');
   const anatomy = el('div', { class: 'glass-panel' });

@@ -9,6 +9,7 @@ export class Store {
   constructor(most = undefined) {
     this.newest = new Picture(); // the engine as the last frame left it
     this.picture = this.newest; // what the panels show: the newest, or a moment travelled to
+    this.isRecording = most === Infinity;
     this.history = new History(most);
     this.player = new Player(this, this.history);
     this.cards = new Map(); // the visitor's own requests: number -> card

@@ -244,7 +244,7 @@ export function mountTimeline(root, store) {
     if (!shown.length) {
       context.fillStyle = ink.muted;
       context.textAlign = 'left';
-      context.fillText('No step yet. Send a prompt, or the 8 examples.', LEFT, y + 10);
+      context.fillText(store.isRecording ? 'before the first step' : 'No step yet. Send a prompt, or the 8 examples.', LEFT, y + 10);
       return;
     }
     const every = [10, 20, 25, 50, 100].find((n) => n * step > 70) || 200;
