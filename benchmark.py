@@ -26,6 +26,7 @@ from typing import Any, get_args
 import engine  # noqa: F401 - first, because it sets how torch's threads wait
 
 # isort: split
+from bench.agreement import measure_agreement
 from bench.compare import PeerRun, compare
 from bench.load import Slo, measure_load
 from bench.machine import hardware, read_bandwidth, weight_bytes
@@ -36,7 +37,7 @@ from bench.report import Report
 from bench.scale import PARTS, measure_scale
 from bench.workload import W96_LARGEST_TOKEN, W96_REQUESTS, build_workload, describe_work
 from engine import LLM
-from engine.config import Dtype
+from engine.config import Dtype, Quantization
 from engine.events import Mode
 from engine.model import LoadedModel, load_model
 from engine.model.loader import packaged_gguf
@@ -53,6 +54,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="auto", help="folder, GGUF file, Hub id or auto")
     add("--dtype", default="auto", choices=get_args(Dtype))
+    add("--quantization", choices=get_args(Quantization), help="8-bit weights on a CPU")
     add(
         "--modes",
         nargs="+",
@@ -77,6 +79,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--slo-gap", type=_above_zero, default=0.2, help="for --load: mean seconds promised between tokens")
     scale_help = f"measure how cost grows instead: some of {', '.join(PARTS)}; all if none is named"
     add("--scale", nargs="*", metavar="PART", help=scale_help)
+    agreement_help = "count instead how often the next token is the one that float32 chooses"
+    add("--agreement", action="store_true", help=agreement_help)
     add("--json", metavar="FILE", help="write everything measured to a file, or to the standard output: -")
     add("--plot", type=Path, metavar="FILE.html", help="write a picture")
     args = parser.parse_args(argv)
@@ -127,10 +131,13 @@ def _read_pythons(parser: argparse.ArgumentParser, given: list[str]) -> dict[str
 
 
 def _check_together(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.load and args.scale:
-        parser.error("--load and --scale are two benchmarks: run one after the other")
-    if (args.load or args.scale) and (args.hf or args.peers):
-        parser.error("--hf and --peers belong to the comparison, not to --load or --scale")
+    kinds = [name for name in ("load", "scale", "agreement") if getattr(args, name)]
+    if len(kinds) > 1:
+        parser.error(f"--{kinds[0]} and --{kinds[1]} are two benchmarks: run one after the other")
+    if kinds and (args.hf or args.peers):
+        parser.error(f"--hf and --peers belong to the comparison, not to --{kinds[0]}")
+    if args.agreement and args.plot:
+        parser.error("--agreement is one figure, and no picture")
     if args.load and args.request_rate:
         parser.error("--load takes --rates instead of --request-rate")
     if args.peers and args.request_rate:
@@ -179,8 +186,10 @@ def measure(args: argparse.Namespace) -> Report:
             bar.set_description_str(stage, refresh=False)
             bar.update(fraction - bar.n)
 
-        loaded = load_model(args.model, dtype=args.dtype, progress=show)
+        loaded = load_model(args.model, dtype=args.dtype, quantization=args.quantization, progress=show)
     load_seconds = time.monotonic() - started
+    if args.agreement:
+        return measure_agreement(loaded, _facts(loaded, load_seconds))
     largest_token = min(W96_LARGEST_TOKEN, len(loaded.tokenizer) - 1)
     facts = _facts(loaded, load_seconds)
     if args.scale:
@@ -229,7 +238,7 @@ def _facts(loaded: LoadedModel, load_seconds: float) -> dict[str, Any]:
         "dtype": dtype,
         "device": loaded.device.type,
         "load_seconds": load_seconds,
-        "weight_bytes": weight_bytes(loaded.path, dtype),
+        "weight_bytes": weight_bytes(loaded.path, loaded.weights),
         "read_gb_per_second": read_bandwidth(loaded.device.type),
         "hardware": hardware(),
     }

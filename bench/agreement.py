@@ -8,9 +8,13 @@ freely. A share of the positions is a coin toss between two nearly equal logits,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import plotly.graph_objects as go
+
+from bench.report import Report, setting
 from engine import LLM, SamplingParams
+from engine.model import LoadedModel, load_model
 
 PROMPTS = (
     "The capital of France is",
@@ -53,6 +57,19 @@ def top1_agreement(
     chosen = other.generate(texts, _greedy(1), use_tqdm=False)
     same = sum(output.outputs[0].token_ids == [token] for output, token in zip(chosen, wanted, strict=True))
     return Agreement(same, len(wanted))
+
+
+def measure_agreement(loaded: LoadedModel, facts: dict[str, Any]) -> Report:
+    """A model's agreement with its own weights in float32, as a report."""
+    options: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": 256, "num_blocks": 1024}
+    reference = load_model(str(loaded.path), dtype="float32", device=loaded.device.type)
+    found = top1_agreement(LLM.from_loaded(reference, **options), LLM.from_loaded(loaded, **options))
+    lines = [
+        *setting(facts),
+        f"Weights in {loaded.weights}: the next token is float32's at {found.num_same} of "
+        f"{found.num_positions} positions, {100 * found.share:.1f} %.",
+    ]
+    return Report("\n".join(lines), facts | {"agreement": found._asdict()}, go.Figure)
 
 
 def _greedy(num_tokens: int) -> SamplingParams:

@@ -57,7 +57,7 @@ def run_mode(
 
 
 def engine_terms(engine: ContinuousEngine) -> Terms:
-    return Terms(engine.info.dtype, engine.info.dtype, torch.get_num_threads())
+    return Terms(engine.info.dtype, engine.weights, torch.get_num_threads())
 
 
 def check_fits(engine: ContinuousEngine, work: Sequence[WorkItem]) -> None:

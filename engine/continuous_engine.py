@@ -43,6 +43,7 @@ class ContinuousEngine:
         self.mode: Mode = config.mode
         self.is_driven = False  # an EngineRunner steps this engine; nobody else may
         self.tokenizer = loaded.tokenizer
+        self.weights = loaded.weights  # how they are stored: a dtype, or a kind of quantization
         self._device = loaded.device
         num_blocks = choose_num_blocks(loaded, config)
         self.info = EngineInfo(

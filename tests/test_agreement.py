@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import benchmark
 from bench.agreement import top1_agreement
 from engine.model import load_model
 from tests.support import tiny_folder, tiny_llm
@@ -18,3 +19,8 @@ def test_other_weights_agree_less():
     other = load_model(str(tiny_folder()), dtype="float32")
     other.model.embedding.data.mul_(-1)
     assert top1_agreement(tiny_llm(), tiny_llm(other), PROMPTS, num_tokens=20).share < 0.9
+
+
+def test_the_whole_command(capsys):
+    assert benchmark.main(["--model", str(tiny_folder()), "--dtype", "bfloat16", "--agreement"]) == 0
+    assert "Weights in bfloat16: the next token is float32's at" in capsys.readouterr().out

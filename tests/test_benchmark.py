@@ -42,6 +42,7 @@ class StubEngine:
     """Gives every request a token a step. Steps take `step_seconds` each, the very first `first_seconds`."""
 
     info = INFO
+    weights = INFO.dtype
 
     def __init__(
         self, clock: FakeClock, step_seconds=0.1, first_seconds=0.1, reply_tokens=None, reason="length"

@@ -42,10 +42,12 @@ class LoadedModel:
 
     name: short, for people ("SmolLM2-135M-Instruct"). path: a folder that `from_pretrained` loads, with the
     same weights in float32 or as published. eos_token_ids: every id that ends an answer.
-    max_model_len: the longest context allowed, in tokens.
+    max_model_len: the longest context allowed, in tokens. weights: how they are stored, a dtype's name or a
+    kind of quantization.
     """
 
     name: str
+    weights: str
     path: Path
     config: ModelConfig
     model: Transformer
@@ -101,6 +103,7 @@ def load_model(
     shown_name = _display_name(name, source)
     return LoadedModel(
         name=f"{shown_name} ({quantization})" if quantization else shown_name,
+        weights=quantization or str(kind).removeprefix("torch."),
         path=path,
         config=config,
         model=model,
