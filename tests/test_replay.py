@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from assets.replay_space import build
 from docs.runs import batching, preemption
 from engine.trace import write_trace
 from tests.support import tiny_loaded
@@ -95,3 +96,14 @@ def test_what_is_no_trace_is_said(content, message, tmp_path, capsys):
     assert main([str(file), "-o", str(tmp_path / "out.html")]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out.html").exists()
+
+
+@pytest.mark.browser
+def test_a_static_site_of_recordings(opened, tmp_path):
+    pages = build(tmp_path / "site")
+    assert "sdk: static" in (tmp_path / "site/README.md").read_text()
+    index = (tmp_path / "site/index.html").read_text()
+    for page in pages:
+        assert f'href="{page.name}"' in index and page.stat().st_size < 1_000_000
+    page, said = opened(pages[0])
+    assert page.locator(".glass-lane").count() == 1 and said == []
