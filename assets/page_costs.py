@@ -22,9 +22,9 @@ import uvicorn
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from app import open_port  # noqa: E402
-from engine import LLM, SamplingParams  # noqa: E402
-from visualizer import EngineHost, build_app  # noqa: E402
+from app import open_port
+from engine import LLM, SamplingParams
+from visualizer import EngineHost, build_app
 
 VIEWERS, RATE = 20, 5.0
 WINDOW = 12.0  # seconds of a turn
@@ -63,14 +63,15 @@ def keep_busy(host: EngineHost, stop: threading.Event) -> None:
 def rate(host: EngineHost, seconds: float) -> tuple[float, float]:
     """Output tokens a second, and the process's share of a core, over some time."""
     assert host.live is not None
-    process = psutil.Process()
-    tokens, cpu, start = host.live.runner.stats().num_output_tokens, sum(process.cpu_times()[:2]), time.monotonic()
+    process, runner = psutil.Process(), host.live.runner
+
+    def now() -> tuple[float, float, float]:
+        return runner.stats().num_output_tokens, sum(process.cpu_times()[:2]), time.monotonic()
+
+    tokens, cpu, start = now()
     time.sleep(seconds)
-    elapsed = time.monotonic() - start
-    return (
-        (host.live.runner.stats().num_output_tokens - tokens) / elapsed,
-        (sum(process.cpu_times()[:2]) - cpu) / elapsed,
-    )
+    tokens_after, cpu_after, end = now()
+    return (tokens_after - tokens) / (end - start), (cpu_after - cpu) / (end - start)
 
 
 def browse(port: int) -> list[tuple[str, str]]:

@@ -13,8 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from visualizer.lessons import lesson_trace, lessons  # noqa: E402
-from visualizer.replay import MODE_WORDS, replay_page  # noqa: E402
+from visualizer.lessons import lesson_trace, lessons
+from visualizer.replay import MODE_WORDS, replay_page
 
 TARGET = ROOT / "build" / "replay-space"
 FRONT_MATTER = """\
@@ -33,7 +33,8 @@ Recorded, seeded runs of Glass Engine, played in the page's own panels. Built by
 """
 INDEX = """\
 <!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Glass Engine: recorded runs</title><link rel="icon" href="data:,">
 <style>
   :root {{ color-scheme: light dark; }}
@@ -61,9 +62,8 @@ def build(target: Path = TARGET) -> list[Path]:
             page = target / f"lesson-{number}-{place}.html"
             page.write_text(replay_page(arms, f"{lesson['title']} ({place})"), encoding="utf-8")
             pages.append(page)
-            links.append(
-                f'<li><a href="{page.name}">{html.escape(scene["ask"])}</a><p>{html.escape(scene["reveal"])}</p></li>'
-            )
+            ask, reveal = html.escape(scene["ask"]), html.escape(scene["reveal"])
+            links.append(f'<li><a href="{page.name}">{ask}</a><p>{reveal}</p></li>')
         parts.append(
             f"<h2>{number}. {html.escape(lesson['title'])}</h2><p>{html.escape(lesson['intro'])}</p>"
             f"<ol>{''.join(links)}</ol>"
