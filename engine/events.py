@@ -33,7 +33,7 @@ LifecycleKind = Literal[
     "prefix_hit",  # found part of its prompt in the cache; num_tokens = tokens it need not compute
     "resumed",  # got a slot again after a preemption or a mode switch; num_tokens = tokens to recompute
     "first_token",  # its first output token is out; num_tokens = prompt tokens
-    "preempted",  # lost its slot and blocks, keeps its tokens; num_tokens = tokens it had computed
+    "preempted",  # lost its slot and blocks, keeps its tokens, to be recomputed (see "resumed")
     "finished",  # reason: "stop" | "length" | "error"; num_tokens = output tokens
     "aborted",  # ended by its owner; num_tokens = output tokens
     "mode",  # the engine changed mode; reason = the new mode

@@ -1,23 +1,24 @@
-// Throughput by mode: one Plotly chart, made once and then only updated.
+// Throughput by mode: one Plotly chart, made once and then only updated, and a table that says the same in figures.
 
-import { el, figure, heading } from './dom.js';
+import { el, figure, heading, setText } from './dom.js';
 import { MODES, inks, onThemeChange } from './theme.js';
 
 const HEIGHT = 232;
 
 export function mountThroughput(root, store, links) {
-  const { head, figure: note } = heading('Throughput',
+  const { head } = heading('Throughput',
     'Output tokens a second. Dashed: each mode\'s mean while it had several requests to serve.');
-  const plot = el('div', { class: 'glass-plot', role: 'img', 'aria-label': 'Throughput by mode' });
+  const plot = el('div', { class: 'glass-plot', role: 'img', 'aria-label': 'Output tokens a second over time; the table below has the figures' });
   const empty = el('p', { class: 'glass-empty' }, 'The curve begins with the first half second of work.');
-  root.append(...head, el('div', { class: 'glass-plot-frame' }, plot, empty));
+  const table = makeTable();
+  root.append(...head, el('div', { class: 'glass-plot-frame' }, plot, empty), table.root);
   let plotly = null;
   let drawn = -1;
   let visible = false;
 
   new IntersectionObserver((entries) => {
     visible = entries.some((entry) => entry.isIntersecting);
-    if (visible) draw();
+    if (visible) show();
   }).observe(root);
   onThemeChange(() => { drawn = -1; draw(); });
   new ResizeObserver(() => { drawn = -1; draw(); }).observe(root);
@@ -46,16 +47,6 @@ export function mountThroughput(root, store, links) {
     }
     drawn = stamp;
     plotly.react(plot, traces(), layout(), { displayModeBar: false, responsive: false, staticPlot: false, displaylogo: false });
-    showMeans();
-    plot.setAttribute('aria-label', `Throughput, mean output tokens per second with several requests: ${[...note.children].map((key) => key.textContent).join(', ')}`);
-  }
-
-  /** The means in words, each in its curve's colour: on the chart they would lie on other curves. */
-  function showMeans() {
-    const means = MODES.filter((mode) => store.strip.means[mode])
-      .map((mode) => [mode, `${mode} ${figure(store.strip.means[mode][0])}`]);
-    if (note.textContent === means.map(([, words]) => words).join('')) return;
-    note.replaceChildren(...means.map(([mode, words]) => el('span', { class: 'glass-key', 'data-mode': mode }, words)));
   }
 
   /** Runs of bins of one mode: [mode, bins]. */
@@ -109,5 +100,52 @@ export function mountThroughput(root, store, links) {
     };
   }
 
-  store.onChange(draw);
+  function show() {
+    draw();
+    if (visible) table.show(store.strip);
+  }
+
+  store.onChange(show);
+}
+
+/** A row for each mode that has run: {root, show(strip)}. */
+function makeTable() {
+  const columns = [
+    ['mode', ''],
+    ['tok/s', 'Mean of output tokens a second while there were two requests or more to serve'],
+    ['× naive', 'That mean, over naive mode\'s'],
+    ['TTFT s', 'Time to first token, median and 95th percentile of the mode\'s last 64 requests'],
+    ['gap ms', 'Inter-token latency: time from a token of a request to its next, median and 95th percentile of the mode\'s last 512'],
+  ];
+  const rows = new Map(MODES.map((mode) => {
+    const cells = columns.slice(1).map(() => el('td', {}, '–'));
+    const row = el('tr', { hidden: '' }, el('th', { scope: 'row' }, el('span', { class: 'glass-key', 'data-mode': mode }, mode)), ...cells);
+    return [mode, { row, cells }];
+  }));
+  const root = el('table', { class: 'glass-table', hidden: '' },
+    el('caption', { class: 'glass-unseen' }, 'Throughput and latency by mode, measured here'),
+    el('thead', {}, el('tr', {}, ...columns.map(([words, tip]) => el('th', { scope: 'col', title: tip }, words)))),
+    el('tbody', {}, ...[...rows.values()].map(({ row }) => row)));
+
+  function show(strip) {
+    if (!strip) return;
+    root.hidden = !Object.keys(strip.latency).length;
+    for (const [mode, { row, cells }] of rows) {
+      const latency = strip.latency[mode];
+      row.hidden = !latency;
+      if (!latency) continue;
+      const [mean, tokens] = strip.means[mode] || [0, 0];
+      const [naive, enough] = strip.means.naive || [0, 0];
+      const known = mode !== 'naive' && tokens >= strip.least && enough >= strip.least;
+      const [ttft, ttft95, gap, gap95] = latency;
+      [mean ? figure(mean) : '–', known ? figure(mean / naive) : '–', pair(ttft, ttft95, 1), pair(gap, gap95, 1000)]
+        .forEach((words, place) => setText(cells[place], words));
+    }
+  }
+  return { root, show };
+}
+
+/** 0.31 / 1.2: a median and a 95th percentile. */
+function pair(middle, high, times) {
+  return middle === null || middle === undefined ? '–' : `${figure(times * middle)} / ${figure(times * high)}`;
 }
