@@ -26,6 +26,7 @@ HEADER = (
     "speed-up",
     "TTFT s, p50 / p95",
     "gap ms, p50 / p95",
+    "at once, mean / most",
     "wasted slots",
     "KV peak",
     "KV mean",
@@ -35,9 +36,10 @@ HEADER = (
 )
 LEGEND = """\
 speed-up: over naive. TTFT: from a request's arrival to its first token. gap: from one token of a request to
-its next. wasted slots: idle slot-steps while a request waited, of all slot-steps. KV peak, mean: blocks owned
-by requests, of the pool. KV filled: tokens written, of what those blocks hold. GB/s: weights read. overhead:
-of the steps' time, what was not the model's (scheduling, preparing, sampling, bookkeeping, events)."""
+its next. at once: requests that have a slot. wasted slots: idle slot-steps while a request waited, of all
+slot-steps. KV peak, mean: blocks owned by requests, of the pool. KV filled: tokens written, of what those
+blocks hold. GB/s: weights read. overhead: of the steps' time, what was not the model's (scheduling, preparing,
+sampling, bookkeeping, events)."""
 TERMS_HEADER = (
     "run",
     "dtype",
@@ -197,11 +199,12 @@ def _row(arm: Arm, naive: Arm | None, num_requests: int, num_weight_bytes: int) 
     usage, name = arm.usage, arm.name
     if len(arm.work) < num_requests:
         name += f" (first {len(arm.work)})"
-    inside: tuple[str, ...] = ("-",) * 6
+    inside: tuple[str, ...] = ("-",) * 7
     if usage:
         shares = (usage.wasted_slot_steps, usage.peak_kv, usage.mean_kv, usage.written_kv)
         rate = usage.num_steps * num_weight_bytes / arm.seconds / 1e9
-        inside = (*(f"{share:.0%}" for share in shares), f"{rate:.1f}", f"{usage.overhead:.1%}")
+        at_once = f"{usage.mean_running:.1f} / {usage.peak_running}"
+        inside = (at_once, *(f"{share:.0%}" for share in shares), f"{rate:.1f}", f"{usage.overhead:.1%}")
     return (
         name,
         f"{arm.tokens_per_second:.1f}",

@@ -21,6 +21,8 @@ class Usage:
     """How an engine used its slots and its KV memory. Shares are 0 to 1."""
 
     num_steps: int
+    mean_running: float  # requests with a slot
+    peak_running: int
     wasted_slot_steps: float  # of all slot-steps: idle, in a step in which a request waited
     peak_kv: float  # of the pool's blocks: owned by a request
     mean_kv: float
@@ -136,6 +138,7 @@ def measure_usage(events: Sequence[Event], info: EngineInfo, step_seconds: float
     """
     owned: dict[int, BlockDelta] = {}
     written = num_steps = wasted = preemptions = 0
+    running: list[int] = []
     used_blocks: list[int] = []
     written_tokens: list[int] = []
     stages = dict.fromkeys(StepTimes._fields, 0.0)
@@ -152,6 +155,7 @@ def measure_usage(events: Sequence[Event], info: EngineInfo, step_seconds: float
                 stages[stage] += seconds
             if event.num_waiting:
                 wasted += info.max_num_seqs - len(event.slots)
+            running.append(len(event.slots))
             used_blocks.append(len(owned))
             written_tokens.append(written)
         else:
@@ -159,6 +163,8 @@ def measure_usage(events: Sequence[Event], info: EngineInfo, step_seconds: float
     stages["emit"] = step_seconds - sum(stages.values())
     return Usage(
         num_steps=num_steps,
+        mean_running=sum(running) / max(num_steps, 1),
+        peak_running=max(running, default=0),
         wasted_slot_steps=wasted / max(num_steps * info.max_num_seqs, 1),
         peak_kv=max(used_blocks, default=0) / info.num_blocks,
         mean_kv=sum(used_blocks) / max(num_steps, 1) / info.num_blocks,

@@ -175,6 +175,7 @@ def test_usage_counts_idle_slots_only_while_somebody_waits():
     ]
     usage = measure_usage(events, INFO, step_seconds=8.0)
     assert usage.num_steps == 4 and usage.num_preemptions == 1
+    assert usage.mean_running == 7 / 4 and usage.peak_running == 4
     assert usage.wasted_slot_steps == 3 / 16
     assert usage.peak_kv == 2 / 64
     assert usage.mean_kv == (2 + 2 + 1 + 0) / 4 / 64

@@ -163,6 +163,8 @@ def test_a_visit_with_the_real_model(visit):
         stopped = page.locator(".glass-card", has_text=asked).locator("header b")
         stopped.filter(has_text=re.compile("stopped|done")).wait_for()
         page.wait_for_selector("#glass-throughput .main-svg", state="attached")
+        figures = page.locator("#glass-throughput tr:visible", has_text="continuous")
+        figures.filter(has_text=re.compile(r"[\d.]+ / [\d.]+\s+[\d.]+ / [\d.]+")).wait_for()
         seen.switch("static")
         page.wait_for_function(
             "document.querySelector('#glass-timeline .glass-sentence').textContent.includes('Static')"
