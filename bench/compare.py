@@ -38,8 +38,8 @@ LEGEND = """\
 speed-up: over naive. TTFT: from a request's arrival to its first token. gap: from one token of a request to
 its next. at once: requests that have a slot. wasted slots: idle slot-steps while a request waited, of all
 slot-steps. KV peak, mean: blocks owned by requests, of the pool. KV filled: tokens written, of what those
-blocks hold. GB/s: weights read. overhead: of the steps' time, what was not the model's (scheduling, preparing,
-sampling, bookkeeping, events)."""
+blocks hold. GB/s: weights read. overhead: of the steps' time, what was not the model's (scheduling,
+preparing, sampling, bookkeeping, events)."""
 TERMS_HEADER = (
     "run",
     "dtype",
