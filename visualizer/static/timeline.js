@@ -59,6 +59,7 @@ export function mountTimeline(root, store) {
   /** Zoom by factors of one and a half, pan by a quarter of what is shown. */
   function look(closer, earlier) {
     zoom = Math.min(8, Math.max(-4, zoom + closer));
+    controls.dataset.zoom = zoom;
     const quarter = Math.max(1, Math.round((shape?.fit || 100) / 4));
     back = Math.min(Math.max(0, store.columns.length - 10), Math.max(0, back + earlier * quarter));
     store.changed();
