@@ -16,18 +16,16 @@ from tests.test_page_browser import browser, tiny, visit  # noqa: F401 -- fixtur
 pytestmark = pytest.mark.browser
 
 PICTURES = "#glass-timeline canvas, #glass-blocks canvas, #glass-anatomy canvas, #glass-throughput .main-svg"
-SIZES = (
-    """() => [...document.querySelectorAll(%r)].filter((node) => node.checkVisibility()).map((node) => {
-  node.mark ??= Math.random();
-  return [node.mark, node.getBoundingClientRect().height];
-})"""
-    % PICTURES
-)
+SIZES = """(pictures) => [...document.querySelectorAll(pictures)].filter((node) => node.checkVisibility())
+  .map((node) => {
+    node.mark ??= Math.random();
+    return [node.mark, node.getBoundingClientRect().height];
+  })"""
 
 
 def test_flicker_and_size_jumps(tiny, visit):  # noqa: F811
     """79: thirty updates on, the same nodes in the same height, and the zoom that was chosen."""
-    host, port = tiny
+    _, port = tiny
     seen = visit(port, height=1600)
     page = seen.page
     page.click("#glass-all")
@@ -37,10 +35,10 @@ def test_flicker_and_size_jumps(tiny, visit):  # noqa: F811
     page.keyboard.press("w")
     zoom = "document.querySelector('#glass-timeline .glass-zoom').dataset.zoom"
     assert page.evaluate(zoom) == "1"
-    before = page.evaluate(SIZES)
+    before = page.evaluate(SIZES, PICTURES)
     version = page.evaluate("window.glassStore.newest.version")
     page.wait_for_function(f"window.glassStore.newest.version >= {version + 30}")
-    assert page.evaluate(SIZES) == before and len(before) >= 4
+    assert page.evaluate(SIZES, PICTURES) == before and len(before) >= 4
     assert page.evaluate(zoom) == "1"
     page.click("#glass-stop-all")
     assert seen.errors == []
