@@ -36,10 +36,10 @@ HEADER = (
 )
 LEGEND = """\
 speed-up: over naive. TTFT: from a request's arrival to its first token. gap: from one token of a request to
-its next. at once: requests that have a slot. wasted slots: idle slot-steps while a request waited, of all
-slot-steps. KV peak, mean: blocks owned by requests, of the pool. KV filled: tokens written, of what those
-blocks hold. GB/s: weights read. overhead: of the steps' time, what was not the model's (scheduling,
-preparing, sampling, bookkeeping, events)."""
+its next. at once: requests between their first and last token. wasted slots: idle slot-steps while a
+request waited, of all slot-steps. KV peak, mean: blocks owned by requests, of the pool. KV filled: tokens
+written, of what those blocks hold. GB/s: weights read. overhead: of the steps' time, what was not the
+model's (scheduling, preparing, sampling, bookkeeping, events)."""
 TERMS_HEADER = (
     "run",
     "dtype",
@@ -138,7 +138,7 @@ def make_report(arms: Sequence[Arm], facts: dict[str, Any], problems: list[str])
         "",
         terms_table(arms),
         "",
-        *headlines(arms),
+        *headlines(arms, slots),
         *(f"No figure: {problem}" for problem in problems),
         *(f"Not installed: {name}. To get it: {how}." for name, how in facts["not_installed"].items()),
     ]
@@ -166,13 +166,16 @@ def speed_up(arm: Arm, base: Arm | None) -> str:
     return f"{'~' * is_estimate(arm, base)}{times:.1f}x"
 
 
-def headlines(arms: Sequence[Arm]) -> list[str]:
-    """Speed-ups in words, or why there are none."""
+def headlines(arms: Sequence[Arm], slots: int) -> list[str]:
+    """Speed-ups in words, or why there are none. slots: as many requests at once were allowed."""
     arm, lines = _find(arms, "continuous"), []
     for base in arms:
         if arm is None or base.name in ("static", "continuous"):
             continue
-        if reason := why_unfair(arm, base):
+        reason = why_unfair(arm, base)
+        if base.most_at_once > slots:
+            reason = f"it served {base.most_at_once} requests at once, of {slots} allowed"
+        if reason:
             lines.append(f"No speed-up over {base.name}: {reason}.")
         else:
             part = f" (estimated from {len(base.work)} of {len(arm.work)} requests)"
@@ -199,18 +202,18 @@ def _row(arm: Arm, naive: Arm | None, num_requests: int, num_weight_bytes: int) 
     usage, name = arm.usage, arm.name
     if len(arm.work) < num_requests:
         name += f" (first {len(arm.work)})"
-    inside: tuple[str, ...] = ("-",) * 7
+    inside: tuple[str, ...] = ("-",) * 6
     if usage:
         shares = (usage.wasted_slot_steps, usage.peak_kv, usage.mean_kv, usage.written_kv)
         rate = usage.num_steps * num_weight_bytes / arm.seconds / 1e9
-        at_once = f"{usage.mean_running:.1f} / {usage.peak_running}"
-        inside = (at_once, *(f"{share:.0%}" for share in shares), f"{rate:.1f}", f"{usage.overhead:.1%}")
+        inside = (*(f"{share:.0%}" for share in shares), f"{rate:.1f}", f"{usage.overhead:.1%}")
     return (
         name,
         f"{arm.tokens_per_second:.1f}",
         speed_up(arm, naive),
         spread_text(arm.first_token_times, (50, 95), digits=2),
         spread_text(arm.gaps, (50, 95), scale=1e3),
+        f"{arm.mean_at_once:.1f} / {arm.most_at_once}",
         *inside,
     )
 
@@ -250,6 +253,8 @@ def as_data(arm: Arm, naive: Arm | None) -> dict[str, Any]:
         "software": arm.software,
         "tokens_per_second": arm.tokens_per_second,
         "speed_up_over_naive": ratio(arm, naive),
+        "mean_at_once": arm.mean_at_once,
+        "most_at_once": arm.most_at_once,
         "ttft_seconds": spread(arm.first_token_times),
         "token_gap_seconds": spread(arm.gaps),
         "usage": asdict(arm.usage) if arm.usage else None,

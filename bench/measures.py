@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -21,8 +21,6 @@ class Usage:
     """How an engine used its slots and its KV memory. Shares are 0 to 1."""
 
     num_steps: int
-    mean_running: float  # requests with a slot
-    peak_running: int
     wasted_slot_steps: float  # of all slot-steps: idle, in a step in which a request waited
     peak_kv: float  # of the pool's blocks: owned by a request
     mean_kv: float
@@ -91,6 +89,20 @@ class Arm:
         return self.num_output / self.seconds
 
     @property
+    def mean_at_once(self) -> float:
+        """Requests in the middle of their answers, from first token to last, on average over the run."""
+        return sum(times[-1] - times[0] for times in self.token_times) / self.seconds
+
+    @property
+    def most_at_once(self) -> int:
+        """The most requests that were in the middle of their answers, from first token to last, together."""
+        moments = []
+        for item, times in zip(self.work, self.token_times, strict=True):
+            moments += [(item.due + times[0], 1), (item.due + times[-1], -1)]
+        # Where one ends as another begins, the end comes first: -1 sorts before 1.
+        return max(accumulate(change for _, change in sorted(moments)), default=0)
+
+    @property
     def first_token_times(self) -> list[float]:
         return [times[0] for times in self.token_times]
 
@@ -138,7 +150,6 @@ def measure_usage(events: Sequence[Event], info: EngineInfo, step_seconds: float
     """
     owned: dict[int, BlockDelta] = {}
     written = num_steps = wasted = preemptions = 0
-    running: list[int] = []
     used_blocks: list[int] = []
     written_tokens: list[int] = []
     stages = dict.fromkeys(StepTimes._fields, 0.0)
@@ -155,7 +166,6 @@ def measure_usage(events: Sequence[Event], info: EngineInfo, step_seconds: float
                 stages[stage] += seconds
             if event.num_waiting:
                 wasted += info.max_num_seqs - len(event.slots)
-            running.append(len(event.slots))
             used_blocks.append(len(owned))
             written_tokens.append(written)
         else:
@@ -163,8 +173,6 @@ def measure_usage(events: Sequence[Event], info: EngineInfo, step_seconds: float
     stages["emit"] = step_seconds - sum(stages.values())
     return Usage(
         num_steps=num_steps,
-        mean_running=sum(running) / max(num_steps, 1),
-        peak_running=max(running, default=0),
         wasted_slot_steps=wasted / max(num_steps * info.max_num_seqs, 1),
         peak_kv=max(used_blocks, default=0) / info.num_blocks,
         mean_kv=sum(used_blocks) / max(num_steps, 1) / info.num_blocks,

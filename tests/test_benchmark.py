@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 import benchmark
-from bench.compare import speed_up, table
+from bench.compare import headlines, speed_up, table
 from bench.measures import Arm, InvalidRun, Terms, measure_usage, percentile, why_unfair
 from bench.runs import run_mode
 from bench.workload import WorkItem, build_workload, num_output_tokens, num_prompt_tokens
@@ -175,7 +175,6 @@ def test_usage_counts_idle_slots_only_while_somebody_waits():
     ]
     usage = measure_usage(events, INFO, step_seconds=8.0)
     assert usage.num_steps == 4 and usage.num_preemptions == 1
-    assert usage.mean_running == 7 / 4 and usage.peak_running == 4
     assert usage.wasted_slot_steps == 3 / 16
     assert usage.peak_kv == 2 / 64
     assert usage.mean_kv == (2 + 2 + 1 + 0) / 4 / 64
@@ -227,6 +226,21 @@ def test_no_speed_up_between_arms_that_did_not_do_equal_work():
         assert reason in why_unfair(fast, base)
         assert speed_up(fast, base) == "-"
     assert speed_up(fast, None) == "-"
+
+
+def test_requests_at_once_are_counted_from_their_tokens():
+    """One of 4 tokens from second 1 to 4, one of 2 that arrives at 3: its tokens come at 4 and 5."""
+    first, second = make_work(4, 2)
+    arm = make_arm("continuous", 6.0, work=[first, second._replace(due=3.0)])
+    assert arm.mean_at_once == (3 + 1) / 6 and arm.most_at_once == 1  # one ends as the other begins
+    assert make_arm("continuous", 4.0).most_at_once == 2
+
+
+def test_no_speed_up_over_who_takes_in_more_than_allowed():
+    ours, theirs = make_arm("continuous", 4.0), make_arm("a-peer", 8.0)
+    assert headlines([ours, theirs], slots=2) == ["Speed-up of continuous over a-peer: 2.0x."]
+    (line,) = headlines([ours, theirs], slots=1)
+    assert "it served 2 requests at once, of 1 allowed" in line
 
 
 def test_a_speed_up_from_part_of_the_work_is_marked_as_an_estimate():

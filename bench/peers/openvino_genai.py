@@ -27,6 +27,8 @@ class OpenVino:
         scheduler.max_num_seqs = job.max_num_seqs
         scheduler.cache_size = 2  # GB
         scheduler.enable_prefix_caching = False
+        # Otherwise it takes in everybody at once, whatever max_num_seqs says.
+        scheduler.dynamic_split_fuse = False
         properties = {
             "INFERENCE_PRECISION_HINT": PRECISIONS[job.dtype],
             "INFERENCE_NUM_THREADS": job.threads,
