@@ -8,6 +8,7 @@ import re
 import socket
 import time
 
+import gradio as gr
 import pytest
 from fastapi.testclient import TestClient
 
@@ -21,6 +22,7 @@ from visualizer.limits import PUBLIC, Limits, RateLimiter, Refused
 from visualizer.mode_switch import ModeSwitch
 from visualizer.routes import STATIC, StaticFiles
 from visualizer.visitors import FORGET, GRACE, Prompt, Visitors
+from visualizer.web import QUEUE_PERIOD
 
 SECRET = "my-secret-question"
 BASE = "/gradio_api/glass"
@@ -304,6 +306,12 @@ def test_a_busy_port_is_named():
         port = taken.getsockname()[1]
         with pytest.raises(SystemExit, match=rf"{port}.*another port"):
             entry.open_port("127.0.0.1", port)
+
+
+def test_gradio_still_has_the_wait_that_is_set():
+    """An attribute of Gradio's own, which a new version might drop without a word."""
+    with gr.Blocks() as page:
+        assert 0 < page._queue.sleep_when_free < QUEUE_PERIOD
 
 
 def test_options():

@@ -22,6 +22,9 @@ _ICON = (
     '<path fill="#009e73" d="M1 9h6v6H1z"/><path fill="none" stroke="#8b929d" d="M9.5 9.5h5v5h-5z"/></svg>'
 )
 HEAD = f'<link rel="icon" href="data:image/svg+xml,{quote(_ICON)}">'
+# Seconds between two looks of Gradio into its queue. By itself it looks a thousand times a second, which
+# takes a twentieth of a core, and interrupts the engine as often.
+QUEUE_PERIOD = 0.02
 MONO = ("ui-monospace", "SFMono-Regular", "Consolas", "DejaVu Sans Mono", "monospace")
 
 
@@ -34,9 +37,11 @@ def build_app(host: EngineHost, root_path: str | None = None) -> FastAPI:
     app.add_exception_handler(HttpError, lambda request, error: error.answer())
     static = StaticFiles()
     app.include_router(build_routes(host, static))
+    page = build_page(host, static.version, plotly.__version__)
+    page._queue.sleep_when_free = QUEUE_PERIOD
     return gr.mount_gradio_app(
         app,
-        build_page(host, static.version, plotly.__version__),
+        page,
         path="/",
         root_path=root_path,
         theme=gr.themes.Base(primary_hue="blue", neutral_hue="slate", font=SANS, font_mono=MONO),
