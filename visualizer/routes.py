@@ -71,7 +71,7 @@ def build_routes(host: EngineHost, static: StaticFiles) -> APIRouter:
             members = f'"source":"live",{public(cursor)}'
         if host.live and isinstance(token, str):
             own = host.live.visitors.view(token, have if isinstance(have, dict) else {})
-            members += f',"own":{dumps(own)}'
+            members += f',"own":{dumps(own)},"pace":{host.live.visitors.pace}'
         return json_answer("{" + members + "}")
 
     # Twenty pages poll a hundred times a second. So this is a plain route of Starlette's, and the first:

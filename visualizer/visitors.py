@@ -23,6 +23,9 @@ MAX_CARDS = 128  # finished ones beyond it go, oldest first
 MAX_PROMPT_CHARS = 20_000
 GRACE = 20.0  # seconds of silence after which a visitor's running requests end: a lost phone, a crash
 FORGET = 1800.0  # seconds of silence after which a visitor's texts are forgotten
+POLLS = 40  # a second that all pages together make, at most: each one interrupts the engine
+FASTEST, SLOWEST = 0.2, 2.0  # seconds between two polls of a page that has something to see
+WATCHING = 3.0  # seconds of silence after which a visitor does not count as watching
 
 
 @dataclass
@@ -76,6 +79,7 @@ class Visitors:
         self._lock = threading.RLock()
         self._by_session: dict[str, Visitor] = {}
         self._by_token: dict[str, Visitor] = {}
+        self._num_watching = 1
 
     # -- coming and going -----------------------------------------------------------------------
 
@@ -111,6 +115,8 @@ class Visitors:
         """
         with self._lock:
             now = self._clock()
+            watching = [v for v in self._by_token.values() if not v.is_away and v.last_seen > now - WATCHING]
+            self._num_watching = len(watching)
             silent = {s: v for s, v in self._by_session.items() if v.last_seen < now - GRACE}
             gone = [s for s, v in silent.items() if v.last_seen < now - FORGET or not (v.cards or v.is_away)]
             lost = [v for s, v in silent.items() if s not in gone and not v.is_away]
@@ -119,6 +125,11 @@ class Visitors:
         for visitor in lost:
             self._sandboxes.close(visitor.token)
             self._end_running(visitor)
+
+    @property
+    def pace(self) -> float:
+        """Seconds between two polls of a page that has something to see: longer, the more pages there are."""
+        return min(SLOWEST, max(FASTEST, self._num_watching / POLLS))
 
     def go_away(self, token: str) -> None:
         """The token's page is hidden from now on, until it polls again."""

@@ -1,6 +1,6 @@
 // The poll: one request in flight, often while the engine works, seldom while it rests, never unseen.
 
-const ACTIVE = 200; // milliseconds between polls while something runs
+const ACTIVE = 200; // milliseconds between polls while something runs, until the server names its pace
 const IDLE = 1000;
 const FIRST_RETRY = 500;
 const LAST_RETRY = 8000;
@@ -14,6 +14,7 @@ export class Feed {
     this.cursor = null;
     this.token = '';
     this.failures = 0;
+    this.active = ACTIVE;
     this.timer = 0;
     this.inFlight = false;
     this.renewed = 0;
@@ -102,6 +103,7 @@ export class Feed {
 
   take(answer, token, source) {
     this.store.link = answer.status;
+    this.active = 1000 * answer.pace || ACTIVE; // slower, the more pages there are
     if (answer.status.state !== 'ready') return;
     if (answer.own && answer.own.sandbox !== undefined) this.sandbox = answer.own.sandbox;
     if (source !== this.source) return; // it changed meanwhile: these are frames of the other engine
@@ -130,7 +132,7 @@ export class Feed {
     }
     const waiting = [...this.store.cards.values()].some((card) => card.state !== 'finished');
     if (this.store.link.state === 'loading') return 400;
-    return this.store.busy || waiting ? ACTIVE : IDLE;
+    return this.store.busy || waiting ? this.active : Math.max(IDLE, this.active);
   }
 }
 
