@@ -66,8 +66,8 @@ class ContinuousEngine:
         self._sampler = Sampler(max(known) + 1, gaps, loaded.device)
         self.events = EventBus(self.info, config.mode, time.monotonic())
         self._journal = Journal(self.events, self._scheduler)
-        self._unfinished: dict[str, Request] = {}
         self._groups: dict[str, list[Request]] = {}  # request id -> its n continuations, till all are done
+        self._ids_in_use: set[str] = set()  # of every continuation in `_groups`, those that are done too
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()  # by finish_reason
 
@@ -88,12 +88,12 @@ class ContinuousEngine:
     def enqueue(self, request: Request) -> None:
         """Put a request and its group into the waiting queue. Raises ValueError if an id is in use."""
         for member in request.group:
-            if member.request_id in self._unfinished or member.request_id in self._groups:
+            if member.request_id in self._ids_in_use:
                 raise ValueError(f"request id {member.request_id!r} is in use by an unfinished request")
         self._groups[request.request_id] = request.group
         self._counts["prompt_tokens"] += request.num_prompt_tokens
         for member in request.group:
-            self._unfinished[member.request_id] = member
+            self._ids_in_use.add(member.request_id)
             self._scheduler.waiting.push(member)
             self._journal.note("submitted", member, num_tokens=member.num_prompt_tokens)
         self._journal.publish()
@@ -307,7 +307,7 @@ class ContinuousEngine:
         """End what is unfinished of a request; one output for all of it."""
         whole: RequestOutput | None = None
         for request in list(self._groups.get(request_id, ())):
-            if request.request_id in self._unfinished:
+            if request.status is not RequestStatus.FINISHED:
                 output = end(request)
                 if whole is None:
                     whole = output
@@ -335,13 +335,13 @@ class ContinuousEngine:
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
         request.finish_time = time.monotonic()
-        del self._unfinished[request.request_id]
-        if not any(member.request_id in self._unfinished for member in request.group):
-            del self._groups[request.leader.request_id]
         self._finished[reason] += 1
         kind: LifecycleKind = "aborted" if reason == "abort" else "finished"
         self._journal.note(kind, request, num_tokens=request.num_output_tokens, reason=reason)
         self._scheduler.remove(request)
+        if all(member.status is RequestStatus.FINISHED for member in request.group):
+            del self._groups[request.leader.request_id]
+            self._ids_in_use.difference_update(member.request_id for member in request.group)
 
     def _output(
         self, request: Request, text: str, token_ids: list[int], logprobs: dict[int, Logprob] | None = None

@@ -211,7 +211,7 @@ def test_a_row_that_is_not_finite_fails_alone(runs):
         llm.engine.add_request(str(number), [number + 1] * 5, greedy(10))
     for _ in range(3):
         llm.engine.step()
-    victim = llm.engine._unfinished["1"]
+    victim = llm.engine._groups["1"][0]
     victim.token_ids[-1] = POISON  # the token that the host believes in is not the one on the device ...
     llm.engine._runner._sampled_rows.pop(victim)  # ... unless the device is told so
     before = len(runs)

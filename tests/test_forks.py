@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine import EngineRunner, SamplingParams
 from tests.support import (
@@ -196,6 +200,53 @@ def test_ids_of_a_group_are_in_use():
     with pytest.raises(ValueError, match="b:1"):
         llm.engine.add_request("b", [2], greedy(3, n=2))
     assert set(run_to_end(llm)) == {"a", "b:1"}
+
+
+def test_id_of_a_continuation_that_is_done_stays_in_use_till_all_are():
+    llm = tiny_llm()
+    llm.engine.add_request("a", [1], greedy(3, n=2))
+    for _ in range(2):
+        llm.engine.step()
+    fork = llm.engine._groups["a"][1]
+    llm.engine._stop_short(fork, "stop")  # as if it had met its end before the first
+    with pytest.raises(ValueError, match="a:1"):
+        llm.engine.add_request("a:1", [2], greedy(3))
+    assert set(run_to_end(llm)) == {"a"}
+    llm.engine.add_request("a:1", [2], greedy(3))
+    assert set(run_to_end(llm)) == {"a:1"}
+    assert_clean(llm)
+
+
+ids = st.sampled_from(["a", "a:1", "a:2", "a:1:1"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(ids, st.integers(1, 3), st.integers(0, 99), st.sampled_from("asx")), max_size=25))
+def test_ids_that_look_like_forks_are_never_mixed_up(actions):
+    """Added, stepped and aborted in any order, some ending at once by a sampled end token."""
+    llm = tiny_llm(max_num_seqs=2)
+    alive = {}
+    for id, n, seed, action in actions:
+        if action == "a":
+            params = seeded(n, seed=seed, max_tokens=1 + seed % 5, stop_token_ids=tuple(range(0, 250, 3)))
+            with contextlib.suppress(ValueError):
+                llm.engine.add_request(id, [seed], params)
+                assert id not in alive
+                alive[id] = n
+        elif action == "x":
+            output = llm.engine.abort(id)
+            assert (output is not None) == (alive.pop(id, None) is not None)
+            assert output is None or (output.request_id == id and output.finished)
+        else:
+            for delta in llm.engine.step():
+                assert delta.request_id in alive and delta.error is None
+                if delta.finished:
+                    del alive[delta.request_id]
+        assert set(llm.engine.unfinished_ids) == set(alive)
+        llm.engine.check_integrity()
+    assert set(run_to_end(llm)) == set(alive)
+    assert_clean(llm)
+    assert not llm.engine._ids_in_use
 
 
 def test_deltas_on_a_handle_are_not_changed_by_later_ones():

@@ -125,7 +125,7 @@ def test_text_that_cannot_be_made_fails_its_request_alone(runner, monkeypatch):
     runner.pause()
     bad, good = runner.submit_all([([1], greedy(5)), ([2], greedy(5))])
     runner.step_once(20)
-    detokenizer = runner.llm.engine._unfinished[bad.request_id].detokenizer
+    detokenizer = runner.llm.engine._groups[bad.request_id][0].detokenizer
     monkeypatch.setattr(detokenizer._decoder, "_decode", lambda token_ids: 1 / 0)
     runner.resume()
     assert bad.result(20).outputs[0].finish_reason == "error"
@@ -167,7 +167,7 @@ def test_panic_in_the_tokenizer_fails_its_request_alone(runner, monkeypatch):
     runner.pause()
     bad, good = runner.submit_all([([1], greedy(5)), ([2], greedy(5))])
     runner.step_once(20)
-    detokenizer = runner.llm.engine._unfinished[bad.request_id].detokenizer
+    detokenizer = runner.llm.engine._groups[bad.request_id][0].detokenizer
 
     class Panicking:
         def decode(self, *args, **options):
