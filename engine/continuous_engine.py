@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from engine.config import EngineConfig, check_mode
+from engine.detokenizer import make_decoder
 from engine.events import EngineInfo, EventBus, LifecycleKind, Mode, Phase, SlotUse, StepTimes
 from engine.journal import Journal
 from engine.memory import ROOT, BlockPool
@@ -43,6 +44,7 @@ class ContinuousEngine:
         self.mode: Mode = config.mode
         self.is_driven = False  # an EngineRunner steps this engine; nobody else may
         self.tokenizer = loaded.tokenizer
+        self._decode = make_decoder(loaded.tokenizer)
         self.weights = loaded.weights  # how they are stored: a dtype, or a kind of quantization
         self._device = loaded.device
         num_blocks = choose_num_blocks(loaded, config)
@@ -297,7 +299,7 @@ class ContinuousEngine:
         if sample.logprobs is None:
             return None
         return {
-            token_id: Logprob(logprob, rank, self.tokenizer.decode([token_id]))
+            token_id: Logprob(logprob, rank, self._decode([token_id]))
             for token_id, logprob, rank in sample.logprobs
         }
 

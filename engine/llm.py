@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.continuous_engine import ContinuousEngine
 from engine.model import LoadedModel, load_model
 from engine.outputs import RequestOutput
-from engine.request_factory import BYTES, check_text
+from engine.request_factory import BYTES, encode
 from engine.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -111,7 +111,10 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def chat_prompt(self, messages: Sequence[dict]) -> list[int]:
-        """The prompt's token ids for a conversation, by the model's own chat template."""
+        """The prompt's token ids for a conversation, by the model's own chat template.
+
+        Raises ValueError if there is none, or if it or the tokenizer cannot make anything of the messages.
+        """
         if not self.tokenizer.chat_template:
             raise ValueError(
                 f"{self.engine.info.model} has no chat template: use generate() with a prompt of your own"
@@ -126,8 +129,7 @@ class LLM:
             )
         except Exception as error:  # the template's language has exceptions of its own
             raise ValueError(f"the chat template cannot render these messages: {error}") from error
-        check_text(text)
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return encode(self.tokenizer, text, add_special_tokens=False)
 
     def _run(self, num_requests: int, use_tqdm: bool) -> dict[str, RequestOutput]:
         outputs: dict[str, RequestOutput] = {}

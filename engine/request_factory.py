@@ -10,6 +10,7 @@ import itertools
 import random
 import time
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from engine.detokenizer import Detokenizer, make_decoder
 from engine.model import LoadedModel
@@ -23,6 +24,17 @@ def check_text(text: str) -> None:
     """Raises ValueError for a string that no encoding can hold."""
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise ValueError(f"a prompt must be text, and half a surrogate pair is none: {text!r:.80}")
+
+
+def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    """A prompt's token ids. Raises ValueError if the tokenizer cannot read the text, even if it panics."""
+    check_text(text)
+    try:
+        return list(tokenizer(text, **options)["input_ids"])
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a tokenizer written in Rust may panic, which is no Exception
+        raise ValueError(f"the tokenizer cannot read this prompt: {error}") from error
 
 
 class RequestFactory:
@@ -102,13 +114,7 @@ class RequestFactory:
 
     def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
-            check_text(prompt)
-            try:
-                token_ids = list(self._tokenizer(prompt)["input_ids"])
-            except (KeyboardInterrupt, SystemExit):
-                raise
-            except BaseException as error:  # a tokenizer written in Rust may panic, which is no Exception
-                raise ValueError(f"the tokenizer cannot read this prompt: {error}") from error
+            token_ids = encode(self._tokenizer, prompt)
         elif (
             isinstance(prompt, Sequence)
             and not isinstance(prompt, BYTES)

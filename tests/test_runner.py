@@ -180,6 +180,39 @@ def test_panic_in_the_tokenizer_fails_its_request_alone(runner, monkeypatch):
     assert runner.healthy
 
 
+def test_panic_in_the_text_of_logprobs_fails_its_request_alone(runner, monkeypatch):
+    class Panicking:
+        def decode(self, *args, **options):
+            raise Panic("index out of range")
+
+    monkeypatch.setattr(runner.llm.engine, "_decode", make_decoder(Panicking()))
+    bad, good = runner.submit_all([([1], greedy(5, logprobs=2)), ([2], greedy(5))])
+    assert bad.result(20).outputs[0].finish_reason == "error" and "index out of range" in bad.error
+    assert_solo([2], good.result(20).outputs[0].token_ids)
+    assert runner.healthy
+
+
+def test_panic_over_a_prompt_refuses_it(monkeypatch):
+    llm = tiny_llm()
+
+    class Panicking:
+        chat_template = "any"
+
+        def apply_chat_template(self, *args, **options):
+            return "text"
+
+        def __call__(self, *args, **options):
+            raise Panic("index out of range")
+
+    monkeypatch.setattr(llm, "tokenizer", Panicking())
+    monkeypatch.setattr(llm.engine._factory, "_tokenizer", Panicking())
+    with pytest.raises(ValueError, match="cannot read this prompt: index out of range"):
+        llm.chat([{"role": "user", "content": "x"}], greedy(1))
+    with pytest.raises(ValueError, match="cannot read this prompt: index out of range"):
+        llm.generate("x", greedy(1))
+    assert not llm.engine.has_unfinished()
+
+
 def test_panic_anywhere_else_leaves_nobody_waiting(runner, monkeypatch):
     def panic(*args):
         raise Panic
