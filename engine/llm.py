@@ -69,10 +69,13 @@ class LLM:
         """Continue each prompt (text or token ids); outputs in input order.
 
         sampling_params: one for all, or one a prompt. Raises ValueError before anything is queued if a
-        prompt or parameter is refused, and RuntimeError if an `EngineRunner` is stepping this engine.
+        prompt or parameter is refused, and RuntimeError if an `EngineRunner` is stepping this engine, or if
+        it has unfinished requests that were added by hand: their outputs would have nowhere to go.
         """
         if self.engine.is_driven:
             raise RuntimeError("an EngineRunner drives this engine: use its submit() instead of generate()")
+        if self.engine.has_unfinished():
+            raise RuntimeError("the engine has unfinished requests: step it to their end, or abort them, first")
         prompts = _as_list(prompts)
         if isinstance(sampling_params, Sequence):
             each = list(sampling_params)
@@ -84,9 +87,9 @@ class LLM:
             self.engine.make_request(f"llm-{next(self._ids)}", prompt, params)
             for prompt, params in zip(prompts, each, strict=True)
         ]
-        for request in requests:
-            self.engine.enqueue(request)
         try:
+            for request in requests:
+                self.engine.enqueue(request)
             outputs = self._run(len(requests), use_tqdm)
         finally:  # interrupted: leave the engine as it was found
             for request in requests:

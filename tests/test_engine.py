@@ -252,6 +252,33 @@ def test_one_bad_prompt_queues_none():
     assert not llm.engine.has_unfinished()
 
 
+def test_generate_neither_runs_nor_harms_requests_added_by_hand():
+    llm = tiny_llm()
+    llm.engine.add_request("llm-1", [1], greedy(3))  # even under an id that generate() would give
+    with pytest.raises(RuntimeError, match="unfinished requests"):
+        llm.generate([[1], [2]], greedy(3), use_tqdm=False)
+    assert llm.engine.unfinished_ids == ["llm-1"]
+    assert_solo([1], run_to_end(llm)["llm-1"].outputs[0].token_ids)
+    assert len(llm.generate([[1], [2]], greedy(3), use_tqdm=False)) == 2
+    assert_clean(llm)
+
+
+def test_generate_interrupted_while_it_queues_leaves_nothing(monkeypatch):
+    llm = tiny_llm()
+    enqueue = llm.engine.enqueue
+
+    def interrupted(request):
+        if llm.engine.has_unfinished():
+            raise KeyboardInterrupt
+        enqueue(request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "enqueue", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1], [2], [3]], greedy(3), use_tqdm=False)
+    assert not llm.engine.unfinished_ids
+
+
 def test_request_that_returns_with_one_token_missing_is_served_in_the_same_step():
     # Two requests in three blocks of one token: the second is put out, and finds all but one token cached.
     llm = tiny_llm(block_size=1, num_blocks=3, max_num_batched_tokens=2)
