@@ -102,9 +102,12 @@ class RequestHandle:
         try:
             while True:
                 wake.clear()  # before looking, so that a delta that comes meanwhile sets it again
+                all_came = self._done.is_set()  # before looking too: then what is not there never comes
                 try:
                     delta = self._deltas.get_nowait()
                 except queue.Empty:
+                    if all_came:  # another consumer holds the None that says so
+                        return
                     await wake.wait()
                     continue
                 if delta is None:
@@ -346,7 +349,6 @@ class EngineRunner:
             self._deliver(outputs)
 
         self._guard(step)
-        self._stats = self._engine.stats()
         return outputs
 
     def _guard(self, action: Callable[[], None]) -> None:
@@ -378,6 +380,7 @@ class EngineRunner:
         self._deliver(outputs)  # last, so that whoever sees the error sees the state of health it left
 
     def _deliver(self, outputs: Sequence[RequestOutput | None]) -> None:
+        self._stats = self._engine.stats()  # first, so that whoever sees the end of a request sees it counted
         wakers: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
         for output in outputs:
             handle = self._handles.get(output.request_id) if output else None

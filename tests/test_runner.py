@@ -305,6 +305,49 @@ def test_iterating_again_or_twice_at_once_ends(runner):
     assert asyncio.run(two_consumers()) == (12, [])
 
 
+def test_consumer_ends_while_another_holds_the_last_word(runner):
+    handle = runner.submit([1], greedy(3))
+    while handle._deltas.get() is not None:  # taken by another consumer, who has not put it back yet
+        pass
+    handle.result(20)
+
+    async def consume():
+        return [delta async for delta in handle]
+
+    assert asyncio.run(asyncio.wait_for(consume(), 10)) == []
+
+
+def test_consumers_on_many_event_loops_share_the_deltas_and_all_end(runner):
+    for _ in range(20):
+        handle, counts = runner.submit([1], greedy(12)), []
+
+        def consume(handle=handle, counts=counts):
+            async def count():
+                return len([delta async for delta in handle])
+
+            counts.append(asyncio.run(asyncio.wait_for(count(), 20)))
+
+        threads = [threading.Thread(target=consume) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len(counts) == 4 and sum(counts) == 12
+
+
+def test_counters_are_those_of_what_was_delivered(runner):
+    for number in range(1, 21):
+        assert runner.submit([number], greedy(2)).result(20).finished
+        stats = runner.stats()
+        assert (stats.num_finished["length"], stats.num_output_tokens) == (number, 2 * number)
+        assert stats.num_running == 0
+    handle = runner.submit([1], greedy(400))
+    next(iter(handle))
+    handle.abort()
+    handle.result(20)
+    assert runner.stats().num_finished["abort"] == 1 and runner.stats().num_running == 0
+
+
 def test_leaving_python_while_requests_run_is_no_crash():
     code = """if True:
         from engine import EngineRunner
