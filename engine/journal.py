@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from engine.events import EventBus, LifecycleEvent, LifecycleKind, Mode, SlotUse, StepEvent, StepTimes
+from engine.events import EventBus, LifecycleEvent, LifecycleKind, Mode, Phase, SlotUse, StepEvent, StepTimes
 from engine.request import Request
 from engine.scheduler import Schedule, Scheduler
 
@@ -60,11 +60,7 @@ class Journal:
         self._publish_news()
         scheduler, pool = self._scheduler, self._scheduler.pool
         worked = {use.slot for use in slots}
-        held = [
-            SlotUse(r.held_slot, r.request_id, "prefill", 0, r.num_computed_tokens, len(r.token_ids), 0)
-            for r in scheduler.running
-            if r.slot not in worked
-        ]
+        held = [_without_work(request) for request in scheduler.running if request.slot not in worked]
         event = StepEvent(
             seq=0,
             time=time.monotonic(),
@@ -86,3 +82,10 @@ class Journal:
         for event in self._news:
             self._bus.publish(event)
         self._news = []
+
+
+def _without_work(request: Request) -> SlotUse:
+    """The slot of a request that got none of the step's token budget."""
+    phase: Phase = "decode" if request.is_decoding else "prefill"
+    computed, total = request.num_computed_tokens, len(request.token_ids)
+    return SlotUse(request.held_slot, request.request_id, phase, 0, computed, total, 0)

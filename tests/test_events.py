@@ -73,6 +73,28 @@ def test_step_events_say_what_the_step_did():
     assert [event.seq for event in events] == list(range(len(events)))
 
 
+def test_slots_that_got_no_budget_are_shown_in_their_phase():
+    """Switching modes puts all back; with their tokens cached, more of them decode than the budget serves."""
+    llm = tiny_llm(block_size=1, max_num_batched_tokens=2)
+    idle = []
+    for turn in range(2):  # the later, more urgent two are served first
+        for number in range(2):
+            llm.engine.add_request(f"{turn} {number}", [10 * turn + number], greedy(20), priority=-turn)
+        for _ in range(3):
+            llm.engine.step()
+        for mode in ("static", "continuous"):
+            llm.engine.set_mode(mode)
+    for _ in range(6):
+        llm.engine.step()
+        running = llm.engine._scheduler.running
+        decoding = {request.slot for request in running if request.is_decoding}
+        for use in llm.engine.events.read(0).events[-1].slots:
+            if use.num_tokens == 0:
+                assert use.phase == ("decode" if use.slot in decoding else "prefill")
+                idle.append(use.phase)
+    assert "decode" in idle
+
+
 def test_wait_reasons():
     slots = tiny_llm(max_num_seqs=1)
     blocks = tiny_llm(num_blocks=8)

@@ -24,7 +24,7 @@ from engine.trace import (
     trace_lines,
     write_trace,
 )
-from tests.support import tiny_llm
+from tests.support import greedy, run_to_end, tiny_llm
 from tests.test_events import busy_life
 
 
