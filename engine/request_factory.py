@@ -17,6 +17,7 @@ from engine.model import LoadedModel
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 
+MOST_ID_CHARS = 256  # a trace's reader takes no more than 300, and a continuation's id adds its number
 BYTES = (bytes, bytearray, memoryview)  # sequences of integers, but not of token ids
 
 
@@ -66,6 +67,11 @@ class RequestFactory:
         """
         if not isinstance(request_id, str) or not request_id:
             raise ValueError(f"request_id must be a non-empty string, not {request_id!r}")
+        if len(request_id) > MOST_ID_CHARS:
+            raise ValueError(
+                f"request_id must have at most {MOST_ID_CHARS} characters, not {len(request_id)}: "
+                f"{request_id!r:.40}..."
+            )
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, not {params!r:.80}")
         if isinstance(priority, bool) or not isinstance(priority, int):

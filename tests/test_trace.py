@@ -56,6 +56,17 @@ def test_a_recorder_writes_what_happened(tmp_path):
     assert (tmp_path / "copy.jsonl").read_text() == path.read_text()
 
 
+def test_the_longest_request_id_can_be_read_back(tmp_path):
+    llm = tiny_llm()
+    with pytest.raises(ValueError, match="at most 256 characters, not 257"):
+        llm.engine.add_request("x" * 257, [1], greedy(1))
+    with TraceRecorder(llm.engine.events, tmp_path / "trace.jsonl"):
+        llm.engine.add_request("x" * 256, [1], greedy(1, n=12))
+        run_to_end(llm)
+    kinds = [getattr(event, "kind", "") for event in read_trace(tmp_path / "trace.jsonl").events]
+    assert kinds.count("finished") == 12
+
+
 def test_a_recorder_that_is_overrun_starts_again_with_a_keyframe(tmp_path):
     llm = tiny_llm()
     path = tmp_path / "gap.jsonl"
