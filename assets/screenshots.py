@@ -116,11 +116,15 @@ def look_back(page: Page) -> None:
     page.goto(ADDRESS)
     page.wait_for_selector(".glass-pill[data-state=ready]", timeout=60_000)
     page.click("#glass-all")
-    wait_until_idle(page)
+    page.wait_for_selector(".glass-card[data-state=decode]", timeout=60_000)
+    page.wait_for_timeout(12_000)
     page.click("[aria-label^='Previous injection']")
-    page.click(".glass-card")
+    page.click(".glass-card[data-state=decode]")
+    page.evaluate("scrollTo(0, 0)")
     page.wait_for_timeout(800)
     shoot_both(page, "time-travel")
+    page.click("text=Live")
+    wait_until_idle(page)
 
     page.click("text=Race")
     dialog = page.locator("dialog")
@@ -141,6 +145,7 @@ def look_back(page: Page) -> None:
     for _ in range(3):
         page.click("text=1 step")
         page.wait_for_timeout(500)
+    page.evaluate("scrollTo(0, 0)")
     shoot_both(page, "sandbox")
     page.click(".glass-sandbox >> text=Close")
 
