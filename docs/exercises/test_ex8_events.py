@@ -40,7 +40,7 @@ def test_your_block_tables_are_the_engines(exercise, mode):
         reading = engine.events.read(cursor)
         cursor = reading.cursor
         exercise.follow(blocks, reading.events)
-        running = {request.request_id: request for request in engine.scheduler.running}
+        running = {request.request_id: request for request in engine._scheduler.running}
         assert exercise.block_tables(blocks) == {
             name: request.block_table for name, request in running.items()
         }
