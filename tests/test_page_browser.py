@@ -55,6 +55,9 @@ def serving(host: EngineHost, port: int = 0) -> Iterator[int]:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
+    end = time.monotonic() + 20
+    while not server.started and time.monotonic() < end:  # until then connections are refused
+        time.sleep(0.01)
     try:
         yield sock.getsockname()[1]
     finally:
@@ -164,7 +167,7 @@ def test_a_visit_with_the_real_model(visit):
         stopped.filter(has_text=re.compile("stopped|done")).wait_for()
         page.wait_for_selector("#glass-throughput .main-svg", state="attached")
         figures = page.locator("#glass-throughput tr:visible", has_text="continuous")
-        figures.filter(has_text=re.compile(r"[\d.]+ / [\d.]+\s+[\d.]+ / [\d.]+")).wait_for()
+        figures.locator("td", has_text=re.compile(r"[\d.]+ / [\d.]+")).nth(1).wait_for()
         seen.switch("static")
         page.wait_for_function(
             "document.querySelector('#glass-timeline .glass-sentence').textContent.includes('Static')"
