@@ -61,7 +61,12 @@ def top1_agreement(
 
 def measure_agreement(loaded: LoadedModel, facts: dict[str, Any]) -> Report:
     """A model's agreement with its own weights in float32, as a report."""
-    options: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": 256, "num_blocks": 1024}
+    options: dict[str, Any] = {
+        "max_num_seqs": 32,
+        "max_model_len": 256,
+        "num_blocks": 1024,
+        "enable_prefix_caching": False,
+    }
     reference = load_model(str(loaded.path), dtype="float32", device=loaded.device.type)
     found = top1_agreement(LLM.from_loaded(reference, **options), LLM.from_loaded(loaded, **options))
     lines = [

@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import torch
 
+from engine.model.loader import weight_files
+
 
 def hardware() -> dict[str, Any]:
     """The machine and the versions, as far as they bear on speed."""
@@ -60,7 +62,7 @@ def weight_bytes(model_path: Path, dtype: str) -> int:
     from safetensors import safe_open
 
     sizes: dict[str, int] = {}
-    for file in sorted(model_path.glob("*.safetensors")):
+    for file in weight_files(model_path):
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 -- a file handle, not a dict
                 sizes[key] = math.prod(tensors.get_slice(key).get_shape())

@@ -116,7 +116,9 @@ def measure_queue(
     prompt = build_workload(1, None, largest_token)[0].prompt[:BLOCK]
     results = []
     for num_waiting in NUM_WAITING:
-        engine = _engine(loaded, num_slots, num_slots * -(-(BLOCK + 2 * QUEUE_STEPS) // BLOCK))
+        num_blocks = num_slots * -(-(BLOCK + 2 * QUEUE_STEPS) // BLOCK)
+        # All prompts in one step: otherwise, of many slots, the first are done before the last are filled.
+        engine = _engine(loaded, num_slots, num_blocks, max_num_batched_tokens=max(512, num_slots * BLOCK))
         params = SamplingParams(temperature=0.0, max_tokens=2 * QUEUE_STEPS, ignore_eos=True)
         before = clock.now()
         for i in range(num_slots + num_waiting):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ class ContinuousEngine:
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig):
         self.mode: Mode = config.mode
-        self.is_driven = False  # an EngineRunner steps this engine; nobody else may
+        self.driver: threading.Thread | None = None  # an EngineRunner's: only it may step this engine
         self.tokenizer = loaded.tokenizer
         self._decode = make_decoder(loaded.tokenizer)
         self.weights = loaded.weights  # how they are stored: a dtype, or a kind of quantization
@@ -73,6 +74,15 @@ class ContinuousEngine:
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()  # by finish_reason
 
+    @property
+    def is_driven(self) -> bool:
+        """An `EngineRunner` steps this engine on its thread."""
+        return self.driver is not None
+
+    def _check_thread(self) -> None:
+        if self.driver not in (None, threading.current_thread()):
+            raise RuntimeError("an EngineRunner drives this engine: use the runner's methods")
+
     # -- requests in and out ----------------------------------------------------------------------
 
     def make_request(
@@ -88,7 +98,11 @@ class ContinuousEngine:
         )
 
     def enqueue(self, request: Request) -> None:
-        """Put a request and its group into the waiting queue. Raises ValueError if an id is in use."""
+        """Put a request and its group into the waiting queue. Raises ValueError if an id is in use.
+
+        This and all below that change the engine raise RuntimeError on any thread but its `EngineRunner`'s.
+        """
+        self._check_thread()
         for member in request.group:
             if member.request_id in self._ids_in_use:
                 raise ValueError(f"request id {member.request_id!r} is in use by an unfinished request")
@@ -127,15 +141,18 @@ class ContinuousEngine:
         return self._end_early(request_id, lambda request: self._fail(request, error))
 
     def has_unfinished(self) -> bool:
+        """Somebody waits or runs, so that a step would do something."""
         return bool(self._groups)
 
     @property
     def unfinished_ids(self) -> list[str]:
+        """The ids of requests as they were added; one stays until all of its continuations are done."""
         return list(self._groups)
 
     def set_mode(self, mode: Mode) -> None:
         """Switch between naive, static and continuous; running requests are requeued with their tokens."""
         check_mode(mode)
+        self._check_thread()
         if mode == self.mode:
             return
         self.mode = mode
@@ -145,6 +162,7 @@ class ContinuousEngine:
         self._journal.publish()
 
     def stats(self) -> EngineStats:
+        """How many requests, blocks and tokens there are now, and have been since the engine was made."""
         return EngineStats(
             mode=self.mode,
             step=self._journal.step,
@@ -173,6 +191,7 @@ class ContinuousEngine:
         If computing fails, the requests in the batch end with finish_reason "error"; everybody else,
         the queue and the prefix cache are as if the step had not been.
         """
+        self._check_thread()
         if not self.has_unfinished():
             return []
         self._journal.step += 1
@@ -307,6 +326,7 @@ class ContinuousEngine:
 
     def _end_early(self, request_id: str, end: Callable[[Request], RequestOutput]) -> RequestOutput | None:
         """End what is unfinished of a request; one output for all of it."""
+        self._check_thread()
         whole: RequestOutput | None = None
         for request in list(self._groups.get(request_id, ())):
             if request.status is not RequestStatus.FINISHED:

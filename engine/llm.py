@@ -75,7 +75,7 @@ class LLM:
         if self.engine.is_driven:
             raise RuntimeError("an EngineRunner drives this engine: use its submit() instead of generate()")
         if self.engine.has_unfinished():
-            raise RuntimeError("the engine has unfinished requests: run them to their end or abort them")
+            raise RuntimeError("the engine has unfinished requests: step it to their end, or abort them")
         prompts = _as_list(prompts)
         if isinstance(sampling_params, Sequence):
             each = list(sampling_params)

@@ -32,7 +32,7 @@ ROOT = 0  # the content id that "comes before" the first block of every prompt
 
 
 class OutOfBlocks(Exception):
-    """Not enough free or evictable blocks. The scheduler answers by preempting."""
+    """Not enough free or evictable blocks: the caller's mistake, who must not exceed `num_available`."""
 
 
 class CachedBlock(NamedTuple):

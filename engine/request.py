@@ -39,7 +39,7 @@ class Request:
     arrival_time: float  # seconds, monotonic clock
     priority: int = 0  # lower goes first
     index: int = 0  # which of the prompt's `n` continuations this is
-    group: list[Request] = field(default_factory=list)  # all of them; the first computes the prompt
+    group: list[Request] = field(default_factory=list)  # all of them; who comes first computes the prompt
 
     status: RequestStatus = RequestStatus.WAITING
     slot: int | None = None
@@ -62,7 +62,7 @@ class Request:
 
     @property
     def leader(self) -> Request:
-        """The first continuation of the same prompt, whose prompt blocks the others share."""
+        """The first continuation of the same prompt, whose id is that of the whole."""
         return self.group[0]
 
     @property

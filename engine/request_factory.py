@@ -126,7 +126,7 @@ class RequestFactory:
             and not isinstance(prompt, BYTES)
             and all(type(token) is int for token in prompt)
         ):
-            token_ids = list(prompt)  # type: ignore[arg-type]
+            token_ids = list(prompt)  # type: ignore[arg-type]  # no str any more
         else:
             raise ValueError(f"a prompt must be a string or a list of token ids, not {prompt!r:.80}")
         if not token_ids:

@@ -59,23 +59,27 @@ class RequestHandle:
 
     @property
     def text(self) -> str:
-        """The text so far."""
+        """The text so far; with n > 1, of the first continuation."""
         return self._output.outputs[0].text if self._output else ""
 
     @property
     def num_output_tokens(self) -> int:
+        """Tokens so far; with n > 1, of the first continuation."""
         return len(self._output.outputs[0].token_ids) if self._output else 0
 
     @property
     def finished(self) -> bool:
+        """All of it is done, with n > 1 every continuation."""
         return self._done.is_set()
 
     @property
     def finish_reason(self) -> str | None:
+        """Why it ended, None while it goes on; with n > 1, of the first continuation."""
         return self._output.outputs[0].finish_reason if self._output else None
 
     @property
     def error(self) -> str | None:
+        """What went wrong, in any of the continuations; None if nothing did."""
         return self._output.error if self._output else None
 
     def abort(self) -> None:
@@ -160,7 +164,6 @@ class EngineRunner:
         if engine.is_driven:
             raise RuntimeError("another EngineRunner drives this engine already")
         self._engine = engine
-        self._engine.is_driven = True
         self._turns = turns or Turns()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._handles: dict[str, RequestHandle] = {}
@@ -175,6 +178,7 @@ class EngineRunner:
         self.healthy = True
         self._stats = engine.stats()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._engine.driver = self._thread
         self._thread.start()
         # A thread that is inside PyTorch when the interpreter ends takes the whole process down with it.
         atexit.register(self._stop_at_exit)
@@ -183,10 +187,12 @@ class EngineRunner:
 
     @property
     def info(self) -> EngineInfo:
+        """What the engine is: its model, sizes and limits."""
         return self._engine.info
 
     @property
     def events(self) -> EventBus:
+        """Where the engine publishes what it does; any thread may read it."""
         return self._engine.events
 
     def submit(
@@ -245,6 +251,7 @@ class EngineRunner:
         self._put(pause)
 
     def resume(self) -> None:
+        """Take steps again, after `pause`."""
         self._put(lambda: setattr(self, "_paused", False))
 
     def step_once(self, timeout: float | None = None) -> list[RequestOutput]:
@@ -321,7 +328,7 @@ class EngineRunner:
                 self._closed = True
             self._obey(wait=False)  # what was submitted while the last step ran
             self._guard(self._abort_all)
-            self._engine.is_driven = False
+            self._engine.driver = None
             atexit.unregister(self._stop_at_exit)
 
     def _has_work(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -106,7 +107,6 @@ def _columns(numbered: list[tuple[int, list[float]]]) -> tuple[Tensor, Tensor]:
 
 def _places(token_lists: list[list[int]], vocab_size: int) -> Tensor:
     """Of all tokens of all lists; a prompt may hold padding of the vocabulary, which has no logit here."""
-    places = [
-        (row, token) for row, tokens in enumerate(token_lists) for token in tokens if token < vocab_size
-    ]
-    return torch.tensor(places, dtype=torch.int64).view(-1, 2).T
+    tokens = np.concatenate([np.array(tokens, dtype=np.int64) for tokens in token_lists])
+    rows = np.repeat(np.arange(len(token_lists)), [len(tokens) for tokens in token_lists])
+    return torch.from_numpy(np.stack([rows, tokens])[:, tokens < vocab_size])

@@ -257,7 +257,7 @@ class Scheduler:
                 schedule.wait_reason = "slots"
             elif budget == 0:
                 schedule.wait_reason = "budget"
-            elif self._waits_for_leader(request):
+            elif self._waits_for_prompt(request):
                 self.waiting.set_aside(request)
                 aside.append(request)
                 continue
@@ -272,21 +272,28 @@ class Scheduler:
             self.waiting.push(request)
             schedule.wait_reason = "prompt"
 
-    def _waits_for_leader(self, request: Request) -> bool:
-        """The prompt is being computed by the first of `n` requests: a moment later it can be shared."""
-        leader = request.leader
-        return (
-            request is not leader
-            and not self.policy.reserves_maximum
-            and leader.status is RequestStatus.RUNNING
-            and leader.num_computed_tokens < leader.num_prompt_tokens
-        )
+    def _waits_for_prompt(self, request: Request) -> bool:
+        """The prompt is being computed by another of `n` requests: a moment later it can be shared."""
+        return bool(self._running_siblings(request)) and self._donor(request) is None
+
+    def _donor(self, request: Request) -> Request | None:
+        """A running continuation of the same prompt that has computed all of it."""
+        for sibling in self._running_siblings(request):
+            if sibling.num_computed_tokens >= sibling.num_prompt_tokens:
+                return sibling
+        return None
+
+    def _running_siblings(self, request: Request) -> list[Request]:
+        if len(request.group) == 1 or self.policy.reserves_maximum:
+            return []
+        return [other for other in self.running if other.group is request.group]
 
     def _claim_blocks(self, request: Request, schedule: Schedule) -> bool:
         """Give a waiting request the blocks it enters with: its tokens' or, if reserving, the maximum's."""
         pool, block_size = self.pool, self.pool.block_size
         num_tokens = self.info.context_limit if self.policy.reserves_maximum else len(request.token_ids)
-        shared, content_ids, num_computed = self._find_shared(request)
+        donor = self._donor(request)
+        shared, content_ids, num_computed = self._find_shared(request, donor)
         num_new = -(-num_tokens // block_size) - len(shared)
         # Growing requests will soon ask for blocks; entering on the last ones would only get someone
         # preempted. Half a block each keeps them going for about half a block's worth of steps.
@@ -296,14 +303,14 @@ class Scheduler:
         pool.share(request.request_id, shared)
         request.block_table = shared + pool.allocate(request.request_id, num_new, len(shared))
         request.content_ids = content_ids
-        if num_computed % block_size:  # the leader's last prompt block, part full: both will write there
-            source, copy = request.leader.block_table[len(shared)], request.block_table[len(shared)]
+        if donor and num_computed % block_size:  # its last prompt block, part full: both will write there
+            source, copy = donor.block_table[len(shared)], request.block_table[len(shared)]
             schedule.copies.append((source, copy))
             pool.set_filled(copy, num_computed % block_size)
         request.num_computed_tokens = num_computed
         return True
 
-    def _find_shared(self, request: Request) -> tuple[list[int], list[int], int]:
+    def _find_shared(self, request: Request, donor: Request | None) -> tuple[list[int], list[int], int]:
         """What exists already of a request's beginning: full blocks to share, the content ids of those
         that are indexed, and how many tokens need no computing.
 
@@ -313,11 +320,10 @@ class Scheduler:
             return [], [], 0
         block_size = self.pool.block_size
         hits = self.pool.match_prefix(request.token_ids[:-1]) if self.shares_prefixes else []
-        leader, num_forked = request.leader, request.num_prompt_tokens - 1
-        can_fork = leader is not request and leader.status is RequestStatus.RUNNING
-        if can_fork and num_forked > len(hits) * block_size:
+        num_forked = request.num_prompt_tokens - 1
+        if donor and num_forked > len(hits) * block_size:
             num_full = num_forked // block_size
-            return leader.block_table[:num_full], leader.content_ids[:num_full], num_forked
+            return donor.block_table[:num_full], donor.content_ids[:num_full], num_forked
         return [hit.block for hit in hits], [hit.content_id for hit in hits], len(hits) * block_size
 
     def _grant_prefills(self, schedule: Schedule, budget: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 import torch
 
@@ -11,6 +13,7 @@ from engine.model.kv_cache import KVCache
 
 CPU_MOST_BYTES = 1 << 30
 CPU_FREE_FRACTION = 0.25
+CGROUPS = Path("/sys/fs/cgroup")  # inside a container, its own
 GPU_FREE_FRACTION = 0.8  # the rest is for activations and the allocator
 
 
@@ -65,7 +68,25 @@ def _default_budget(device: torch.device) -> int:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+    return min([psutil.virtual_memory().available, *_container_free_bytes()])
+
+
+def _container_free_bytes() -> list[int]:
+    """What a container's memory limit leaves, if there is one; by version 2 of cgroups, or by version 1."""
+    free = []
+    for folder, limit, usage, prefix in (
+        (CGROUPS, "memory.max", "memory.current", ""),
+        (CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        try:
+            most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            # Files that were read, such as the weights, count as used, but are dropped when room is needed.
+            files = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+        except (OSError, ValueError):  # no such version here, or the limit is "max"
+            continue
+        free.append(max(0, most - max(0, used - files)))
+    return free
 
 
 def _gib(num_bytes: int) -> str:

@@ -80,6 +80,7 @@ def trace_lines(keyframe: Keyframe, events: Iterable[Event]) -> Iterator[str]:
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
+    """Write a whole trace to a file, replacing what is there. Raises OSError."""
     with open(path, "w", encoding="utf-8") as file:
         file.writelines(trace_lines(*trace))
 
@@ -112,6 +113,7 @@ class TraceRecorder:
             self._file.write(_line(to_json(record)))
 
     def close(self) -> None:
+        """Write what was published until now and close the file; what comes later is not recorded."""
         self._closing.set()
         self._thread.join()
         self._drain()

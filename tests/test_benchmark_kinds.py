@@ -143,6 +143,12 @@ def test_only_the_parts_asked_for_are_measured(small, capsys):
     assert "schedule us" in printed and "ms a token" not in printed and "batch of" not in printed
 
 
+def test_the_queue_is_measured_behind_any_number_of_slots(monkeypatch):
+    monkeypatch.setattr(scale, "NUM_WAITING", (2,))
+    (cost,) = scale.measure_queue(tiny_loaded(), 600, 250)
+    assert cost.num_waiting == 2 and 0 < cost.schedule < cost.outside
+
+
 @pytest.mark.parametrize("batch", [1, 4])
 def test_the_decode_steps_that_count_are_those_in_which_all_decode_at_that_context(small, monkeypatch, batch):
     seen = []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from engine import EngineConfig, SamplingParams
+from engine import EngineConfig, SamplingParams, sizing
 from tests.support import Mirror, assert_clean, assert_solo, collect, greedy, run_to_end, tiny_llm
 
 MODES = ("naive", "static", "continuous")
@@ -424,3 +425,44 @@ def test_cache_larger_than_memory_is_refused_at_once(sizes):
     options = {"num_blocks": None, "max_num_seqs": 10**9} | sizes
     with pytest.raises(ValueError, match=r"GiB is free: lower num_blocks"):
         tiny_llm(**options)
+
+
+GIB = 1 << 30
+STAT = f"anon 1\ninactive_file {GIB}\nactive_file {GIB}\ntotal_inactive_file {GIB}\ntotal_active_file {GIB}\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({}, 64),
+        ({"memory.max": "max", "memory.current": 3 * GIB, "memory.stat": STAT}, 64),
+        ({"memory.max": 8 * GIB, "memory.current": 5 * GIB, "memory.stat": STAT}, 5),
+        ({"memory.max": 8 * GIB, "memory.current": 9 * GIB, "memory.stat": ""}, 0),
+        ({"memory.max": 500 * GIB, "memory.current": 9 * GIB, "memory.stat": STAT}, 64),
+        ({"memory.max": 8 * GIB}, 64),  # half of it cannot be read
+        ({"memory.max": 8 * GIB, "memory.current": GIB, "memory.stat": "no numbers here"}, 64),
+        (
+            {
+                "memory/memory.limit_in_bytes": 4 * GIB,
+                "memory/memory.usage_in_bytes": 3 * GIB,
+                "memory/memory.stat": STAT,
+            },
+            3,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": 9223372036854771712,  # no limit
+                "memory/memory.usage_in_bytes": 3 * GIB,
+                "memory/memory.stat": STAT,
+            },
+            64,
+        ),
+    ],
+)
+def test_memory_is_what_host_and_container_both_have(files, free, tmp_path, monkeypatch):
+    (tmp_path / "memory").mkdir()
+    for name, content in files.items():
+        (tmp_path / name).write_text(str(content))
+    monkeypatch.setattr(sizing, "CGROUPS", tmp_path)
+    monkeypatch.setattr(sizing.psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * GIB))
+    assert sizing._free_bytes(torch.device("cpu")) == free * GIB

@@ -87,6 +87,21 @@ def test_prompt_is_computed_once():
     assert computed == len(PROMPT) + 3 + 4
 
 
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("length", [1, 4, 5, 10])
+def test_prompt_is_computed_once_though_the_first_is_done_before_the_last_comes(caching, length):
+    """Two slots for eight; the two end at different times, so somebody always has the prompt's blocks."""
+    llm = tiny_llm(max_num_seqs=2, enable_prefix_caching=caching)
+    params = seeded(8, max_tokens=6)
+    llm.engine.add_request("x", PROMPT[:length], params)
+    outputs = run_to_end(llm)
+    check(PROMPT[:length], params, outputs["x"])
+    steps = [event for event in llm.engine.events.read(0).events if hasattr(event, "times")]
+    # The second enters a step after the first, and so on: of each but the first, the prompt's last token.
+    assert sum(use.num_tokens for step in steps for use in step.slots) == length + 7 + 8 * 5
+    assert_clean(llm)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_deltas_carry_indices_and_one_finish(mode):
     llm = tiny_llm(mode=mode, num_blocks=20, max_num_seqs=2)

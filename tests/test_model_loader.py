@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, MistralConfig, PreTrainedTokenizerFast, Qwen2Config
 
+from bench.machine import weight_bytes
 from engine.model import loader
 from engine.model.config import ModelConfig
 from engine.model.loader import ModelLoadError, choose_dtype, load_model
@@ -63,6 +64,17 @@ def test_sharded_folder_in_half_precision(tmp_path, dtype):
     with torch.inference_mode():
         expected = reference(torch.tensor([[5, 6, 7]])).logits[0, -1:]
     assert torch.nn.functional.cosine_similarity(logits, expected).item() > 0.99
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "60KB"}])
+def test_a_second_copy_of_the_weights_is_neither_loaded_nor_counted(tmp_path, options):
+    reference = tiny_reference("llama")
+    folder = save(reference, tmp_path / "m", **options)
+    save_file({"more": torch.zeros(1000)}, folder / "consolidated.safetensors")
+    load_model(str(folder), dtype="float32", device="cpu")
+    embedding = reference.get_input_embeddings().weight.numel()
+    counted = sum(parameter.numel() for parameter in reference.parameters()) - embedding
+    assert weight_bytes(folder, "float32") == 4 * counted
 
 
 def test_missing_extra_and_misshapen_tensors_are_named(folder):

@@ -274,6 +274,18 @@ def test_one_engine_one_driver(runner):
         EngineRunner(runner.llm.engine)
     with pytest.raises(RuntimeError, match="submit"):
         runner.llm.engine.add_request("r5", [1], greedy(2))
+    engine = runner.llm.engine
+    request = engine.make_request("r5", [1], greedy(2))
+    for call in (
+        engine.step,
+        lambda: engine.enqueue(request),
+        lambda: engine.abort("r5"),
+        lambda: engine.fail("r5", "no reason"),
+        lambda: engine.set_mode("naive"),
+    ):
+        with pytest.raises(RuntimeError, match="use the runner's methods"):
+            call()
+    assert engine.mode == "continuous"
 
 
 def test_requests_added_by_hand_before_keep_their_ids():

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine import SamplingParams
 from engine.sampler import FIRST_CANDIDATES, Sampler
+from engine.sampling_plan import _places
 from tests.support import EOS_ID, tiny_llm
 
 V = 1200  # more than FIRST_CANDIDATES, so that both ways of ranking are taken
@@ -142,6 +143,14 @@ def test_presence_and_frequency_count_output_alone():
         1
     ]
     assert sample([logits], request(output=[1], temperature=0.0, presence_penalty=-1.0), vocab_size=3) == [1]
+
+
+@given(st.lists(st.lists(st.integers(0, 20), max_size=9), min_size=1, max_size=5))
+def test_places_are_those_of_all_tokens_that_have_a_logit(token_lists):
+    places = _places(token_lists, 15)
+    assert places.dtype == torch.int64 and places.shape[0] == 2
+    expected = [[row, token] for row, tokens in enumerate(token_lists) for token in tokens if token < 15]
+    assert places.T.tolist() == expected
 
 
 def test_min_tokens_forbids_the_end():

@@ -162,6 +162,21 @@ def usable_cores() -> int:
         return cores
 
 
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files that make up a folder's model. Raises ModelLoadError if there are none."""
+    files = sorted(path.glob("*.safetensors"))
+    if (path / "model.safetensors").is_file():  # some folders hold a second copy, consolidated.safetensors
+        files = [path / "model.safetensors"]
+    elif index := sorted(path.glob("*.safetensors.index.json")):
+        weight_map = _read_json(index[0]).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(part, str) for part in weight_map.values()):
+            raise ModelLoadError(f"{index[0]} has no weight_map from tensors to files")
+        files = sorted({path / part for part in weight_map.values()})
+    if not files:
+        raise ModelLoadError(f"{path} holds no .safetensors file")
+    return files
+
+
 def load_weights(
     path: Path,
     config: ModelConfig,
@@ -176,20 +191,10 @@ def load_weights(
     """
     from safetensors import safe_open
 
-    files = sorted(path.glob("*.safetensors"))
-    if (path / "model.safetensors").is_file():  # some folders hold a second copy, consolidated.safetensors
-        files = [path / "model.safetensors"]
-    elif index := sorted(path.glob("*.safetensors.index.json")):
-        weight_map = _read_json(index[0]).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(part, str) for part in weight_map.values()):
-            raise ModelLoadError(f"{index[0]} has no weight_map from tensors to files")
-        files = sorted({path / part for part in weight_map.values()})
-    if not files:
-        raise ModelLoadError(f"{path} holds no .safetensors file")
     with ExitStack() as stack:
         parts: dict[str, Any] = {}
         found: dict[str, tuple[int, ...]] = {}
-        for file in files:
+        for file in weight_files(path):
             try:
                 part = stack.enter_context(safe_open(file, framework="pt"))
             except Exception as error:  # safetensors' own exception for a damaged file is no ValueError
