@@ -23,9 +23,6 @@ import time
 from pathlib import Path
 from typing import Any, get_args
 
-import engine  # noqa: F401 - first, because it sets how torch's threads wait
-
-# isort: split
 from bench.agreement import measure_agreement
 from bench.compare import PeerRun, compare
 from bench.load import Slo, measure_load

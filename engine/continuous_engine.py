@@ -9,6 +9,7 @@ The engine is not thread-safe: one thread steps it (`EngineRunner` gives it one)
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -30,6 +31,7 @@ from engine.sampler import Choice, Sample, Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Grant, Scheduler
 from engine.sizing import choose_num_blocks, context_limit
+from engine.threads import ComputeThreads
 from engine.transfer import download, mark_time, upload
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ class ContinuousEngine:
         self._decode = make_decoder(loaded.tokenizer)
         self.weights = loaded.weights  # how they are stored: a dtype, or a kind of quantization
         self._device = loaded.device
+        self._team = ComputeThreads().team if loaded.device.type == "cpu" else contextlib.nullcontext
         num_blocks = choose_num_blocks(loaded, config)
         self.info = EngineInfo(
             model=loaded.name,
@@ -194,6 +197,10 @@ class ContinuousEngine:
         self._check_thread()
         if not self.has_unfinished():
             return []
+        with self._team():
+            return self._step()
+
+    def _step(self) -> list[RequestOutput]:
         self._journal.step += 1
         marks = [time.monotonic()]
         schedule = self._scheduler.schedule()

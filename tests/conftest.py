@@ -2,9 +2,6 @@
 
 import os
 
-import engine  # noqa: F401 - first, because it sets how torch's threads wait
-
-# isort: split
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network

@@ -102,9 +102,7 @@ def run_peer(
 
 
 def _environment(task: Task) -> dict[str, str]:
-    # GOMP_SPINCOUNT is this engine's own setting (see engine/__init__.py); a peer runs with its own defaults.
-    kept = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
-    return kept | {
+    return os.environ | {
         "OMP_NUM_THREADS": str(task.threads),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

@@ -6,10 +6,6 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-
-import engine  # noqa: F401 - first, because it sets how torch's threads wait
-
-# isort: split
 import torch
 
 torch.set_num_threads(1)  # tiny matrices on several threads mostly wait for each other
