@@ -138,7 +138,7 @@ def make_report(arms: Sequence[Arm], facts: dict[str, Any], problems: list[str])
         "",
         terms_table(arms),
         "",
-        *headlines(arms, slots),
+        *headlines(arms),
         *(f"No figure: {problem}" for problem in problems),
         *(f"Not installed: {name}. To get it: {how}." for name, how in facts["not_installed"].items()),
     ]
@@ -166,16 +166,13 @@ def speed_up(arm: Arm, base: Arm | None) -> str:
     return f"{'~' * is_estimate(arm, base)}{times:.1f}x"
 
 
-def headlines(arms: Sequence[Arm], slots: int) -> list[str]:
-    """Speed-ups in words, or why there are none. slots: as many requests at once were allowed."""
+def headlines(arms: Sequence[Arm]) -> list[str]:
+    """Speed-ups in words, or why there are none."""
     arm, lines = _find(arms, "continuous"), []
     for base in arms:
         if arm is None or base.name in ("static", "continuous"):
             continue
-        reason = why_unfair(arm, base)
-        if base.most_at_once > slots:
-            reason = f"it served {base.most_at_once} requests at once, of {slots} allowed"
-        if reason:
+        if reason := why_unfair(arm, base):
             lines.append(f"No speed-up over {base.name}: {reason}.")
         else:
             part = f" (estimated from {len(base.work)} of {len(arm.work)} requests)"
@@ -253,6 +250,8 @@ def as_data(arm: Arm, naive: Arm | None) -> dict[str, Any]:
         "software": arm.software,
         "tokens_per_second": arm.tokens_per_second,
         "speed_up_over_naive": ratio(arm, naive),
+        "speed_up_is_estimate": naive is not None and is_estimate(arm, naive),
+        "slots": arm.slots,
         "mean_at_once": arm.mean_at_once,
         "most_at_once": arm.most_at_once,
         "ttft_seconds": spread(arm.first_token_times),

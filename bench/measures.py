@@ -57,6 +57,7 @@ class Arm:
     num_prompt: prompt tokens as the contender counted them, without padding.
     load_seconds, warm_up_seconds: what went before and does not count; loading is None where it was shared.
     software: names and versions.
+    slots: as many requests at once were allowed; None if that was not said.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Arm:
     load_seconds: float | None = None
     usage: Usage | None = None
     software: str = ""
+    slots: int | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidRun if a request has not exactly the tokens asked for."""
@@ -134,6 +136,8 @@ def why_unfair(arm: Arm, base: Arm) -> str | None:
     for one in (arm, base):
         if one.num_prompt != (asked := num_prompt_tokens(one.work)):
             return f"{one.name} read {one.num_prompt} prompt tokens, but was given {asked}"
+        if one.slots is not None and one.most_at_once > one.slots:
+            return f"{one.name} served {one.most_at_once} requests at once, of {one.slots} allowed"
     return None
 
 

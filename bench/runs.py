@@ -53,6 +53,7 @@ def run_mode(
         warm_up_seconds=warm_up_seconds,
         usage=measure_usage(run.events, engine.info, run.step_seconds),
         software=f"torch {torch.__version__}",
+        slots=engine.info.max_num_seqs,
     )
 
 

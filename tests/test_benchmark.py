@@ -238,9 +238,12 @@ def test_requests_at_once_are_counted_from_their_tokens():
 
 def test_no_speed_up_over_who_takes_in_more_than_allowed():
     ours, theirs = make_arm("continuous", 4.0), make_arm("a-peer", 8.0)
-    assert headlines([ours, theirs], slots=2) == ["Speed-up of continuous over a-peer: 2.0x."]
-    (line,) = headlines([ours, theirs], slots=1)
-    assert "it served 2 requests at once, of 1 allowed" in line
+    theirs.slots = 2
+    assert headlines([ours, theirs]) == ["Speed-up of continuous over a-peer: 2.0x."]
+    theirs.slots = 1
+    (line,) = headlines([ours, theirs])
+    assert "a-peer served 2 requests at once, of 1 allowed" in line
+    assert speed_up(theirs, ours) == speed_up(ours, theirs) == "-"
 
 
 def test_a_speed_up_from_part_of_the_work_is_marked_as_an_estimate():

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from engine import EngineRunner
-from engine.request_factory import check_text
+from engine import LLM, EngineRunner
+from engine.request_factory import check_text, encode
 from visualizer.feed import Feed
 from visualizer.limits import Limits
 from visualizer.mode_switch import ModeSwitch
@@ -31,17 +31,14 @@ class LiveEngine:
     modes: ModeSwitch
     races: Races
     sandboxes: Sandboxes
-    tokenizer: Any
+    llm: LLM
 
     def chat_ids(self, text: str) -> list[int]:
         """Token ids of a one-message chat; of the bare text if the model has no chat template."""
-        tokenizer = self.tokenizer
+        if not self.llm.tokenizer.chat_template:
+            return encode(self.llm.tokenizer, text)
         check_text(text)
-        if not getattr(tokenizer, "chat_template", None):
-            return list(tokenizer(text)["input_ids"])
-        messages = [{"role": "user", "content": text}]
-        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        return self.llm.chat_prompt([{"role": "user", "content": text}])
 
 
 class EngineHost:
@@ -95,7 +92,7 @@ class EngineHost:
         sandboxes = Sandboxes(siblings)
         visitors = Visitors(runner, feed, sandboxes, self._limits)
         modes = ModeSwitch(runner.set_mode)
-        self.live = LiveEngine(runner, feed, visitors, modes, Races(siblings), sandboxes, llm.tokenizer)
+        self.live = LiveEngine(runner, feed, visitors, modes, Races(siblings), sandboxes, llm)
         threading.Thread(target=self._reap, args=(self.live,), name="glass-reaper", daemon=True).start()
         self.state = "ready"
 

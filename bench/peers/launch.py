@@ -98,7 +98,7 @@ def run_peer(
         result = json.loads(result_file.read_text())
     if "error" in result:
         raise PeerFailed(f"{name} failed: {result['error']}")
-    return _as_arm(name, work, result)
+    return _as_arm(name, work, result, task.max_num_seqs)
 
 
 def _environment(task: Task) -> dict[str, str]:
@@ -147,7 +147,7 @@ def _tail(log: Path) -> str:
     return "".join(f"\n    {line[:200]}" for line in lines[-TAIL_LINES:])
 
 
-def _as_arm(name: str, work: Sequence[WorkItem], result: dict[str, Any]) -> Arm:
+def _as_arm(name: str, work: Sequence[WorkItem], result: dict[str, Any], slots: int) -> Arm:
     try:
         return Arm(
             name=name,
@@ -159,6 +159,7 @@ def _as_arm(name: str, work: Sequence[WorkItem], result: dict[str, Any]) -> Arm:
             load_seconds=result["load_seconds"],
             warm_up_seconds=result["warm_up_seconds"],
             software=result["software"],
+            slots=slots,
         )
     except InvalidRun as error:
         raise PeerFailed(str(error)) from error
