@@ -87,6 +87,12 @@ def test_a_peer_that_does_its_work_gets_a_figure(stub):
     assert arm.load_seconds is not None and arm.warm_up_seconds >= 0
 
 
+def test_a_peer_that_takes_in_more_at_once_than_allowed_is_not_compared(stub):
+    held = run_peer("held", stub, make_task("well", max_num_seqs=len(WORK)), WORK)
+    free = run_peer("free", stub, make_task("well", max_num_seqs=1), WORK)
+    assert f"free served {len(WORK)} requests at once, of 1 allowed" in why_unfair(held, free)
+
+
 def test_what_a_peer_leaves_running_is_not_waited_for(stub):
     assert run_peer("stub", stub, make_task("lingers"), WORK, timeout=60).num_output
 
@@ -144,8 +150,8 @@ def wait_for(condition, seconds=60.0):
 
 def test_a_peer_that_cuts_prompts_is_not_compared(stub):
     """CASES 90."""
-    whole = run_peer("whole", stub, make_task("well"), WORK)
-    cut = run_peer("cut", stub, make_task("truncates"), WORK)
+    whole = run_peer("whole", stub, make_task("well", max_num_seqs=len(WORK)), WORK)
+    cut = run_peer("cut", stub, make_task("truncates", max_num_seqs=len(WORK)), WORK)
     assert "cut read" in why_unfair(whole, cut)
 
 
