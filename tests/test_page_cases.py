@@ -121,13 +121,14 @@ def test_two_browsers_and_thirty_requests_from_python(tiny, visit):  # noqa: F81
     host, port = tiny
     one, two = visit(port), visit(port)
     runner = host.live.runner
-    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
     for number in range(4):
         one.send(f"one {number}")
         two.send(f"two {number}")
     handles = [runner.submit([40 + number] * (5 + number), params) for number in range(30)]
-    for seen in (one, two):
+    for seen in (one, two):  # both while it lasts
         seen.page.wait_for_function("window.glassStore.strip.running === 8")
+    for seen in (one, two):
         seen.wait_for_cards(4, "finished")
     assert all(handle.result(60).outputs[0].finish_reason == "length" for handle in handles)
     step = runner.stats().step

@@ -75,8 +75,8 @@ export function figure(number) {
 export function whileInSight(panel, store, draw) {
   let inSight = true;
   let sized = false; // the first picture is drawn in any case: it gives the panel its height
-  new IntersectionObserver(([entry]) => {
-    inSight = entry.isIntersecting;
+  new IntersectionObserver((entries) => {
+    inSight = entries.at(-1).isIntersecting; // a busy page is told of leaving and coming back at once
     if (inSight) draw();
   }, { rootMargin: '200px' }).observe(panel);
   return () => {

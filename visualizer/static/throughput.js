@@ -17,7 +17,7 @@ export function mountThroughput(root, store, links) {
   let visible = false;
 
   new IntersectionObserver((entries) => {
-    visible = entries.some((entry) => entry.isIntersecting);
+    visible = entries.at(-1).isIntersecting;
     if (visible) show();
   }).observe(root);
   onThemeChange(() => { drawn = -1; draw(); });
