@@ -34,7 +34,7 @@ from bench.report import Report
 from bench.scale import PARTS, measure_scale
 from bench.workload import W96_LARGEST_TOKEN, W96_REQUESTS, build_workload, describe_work
 from engine import LLM
-from engine.config import Dtype, Quantization
+from engine.config import Dtype, KernelsName, Quantization
 from engine.events import Mode
 from engine.model import LoadedModel, load_model
 from engine.model.loader import packaged_gguf
@@ -52,6 +52,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model", default="auto", help="folder, GGUF file, Hub id or auto")
     add("--dtype", default="auto", choices=get_args(Dtype))
     add("--quantization", choices=get_args(Quantization), help="8-bit weights on a CPU")
+    add("--kernels", default="auto", choices=get_args(KernelsName), help="ours in C++, or PyTorch's alone")
     add(
         "--modes",
         nargs="+",
@@ -183,7 +184,9 @@ def measure(args: argparse.Namespace) -> Report:
             bar.set_description_str(stage, refresh=False)
             bar.update(fraction - bar.n)
 
-        loaded = load_model(args.model, dtype=args.dtype, quantization=args.quantization, progress=show)
+        loaded = load_model(
+            args.model, dtype=args.dtype, quantization=args.quantization, kernels=args.kernels, progress=show
+        )
     load_seconds = time.monotonic() - started
     if args.agreement:
         return measure_agreement(loaded, _facts(loaded, load_seconds))

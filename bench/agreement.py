@@ -67,7 +67,7 @@ def measure_agreement(loaded: LoadedModel, facts: dict[str, Any]) -> Report:
         "num_blocks": 1024,
         "enable_prefix_caching": False,
     }
-    reference = load_model(str(loaded.path), dtype="float32", device=loaded.device.type)
+    reference = load_model(str(loaded.path), dtype="float32", device=loaded.device.type, kernels="torch")
     found = top1_agreement(LLM.from_loaded(reference, **options), LLM.from_loaded(loaded, **options))
     lines = [
         *setting(facts),

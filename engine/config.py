@@ -10,7 +10,8 @@ from engine.events import Mode
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8"]
-AttentionName = Literal["sdpa", "triton"]
+AttentionName = Literal["auto", "sdpa", "triton"]
+KernelsName = Literal["auto", "torch", "native"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,10 @@ class EngineConfig:
         limit is never more than the pool holds: `min(max_model_len, num_blocks * block_size)`.
     enable_prefix_caching: share the blocks of equal prefixes (continuous mode only: the other two
         reserve memory the old way, and that is what they are there to show).
-    attention_backend: "sdpa", PyTorch's own kernels, or "triton", one of ours for decoding on a GPU.
+    kernels: "torch" computes what lies between matrix products by PyTorch's operations; "native", on a CPU, by
+        kernels in C++ that are compiled when first needed; "auto" is "native" where there is a compiler.
+    attention_backend: "sdpa", PyTorch's own attention, or "triton", one of ours for decoding on a GPU; "auto" goes
+        with `kernels`: the native one reads the paged cache in place.
     enforce_eager: run every step kernel by kernel. Without it, decode steps on a GPU are CUDA graphs.
     quantization: "int8" holds the weights of linear layers in 8 bits and multiplies in 8 bits, on a CPU;
         None keeps them in `dtype`.
@@ -51,7 +55,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
-    attention_backend: AttentionName = "sdpa"
+    kernels: KernelsName = "auto"
+    attention_backend: AttentionName = "auto"
     enforce_eager: bool = False
     quantization: Quantization | None = None
     speculative: None = None
@@ -74,6 +79,9 @@ class EngineConfig:
         if self.attention_backend not in get_args(AttentionName):
             names = ", ".join(get_args(AttentionName))
             raise ValueError(f"unknown attention_backend {self.attention_backend!r}; choose one of {names}")
+        if self.kernels not in get_args(KernelsName):
+            names = ", ".join(get_args(KernelsName))
+            raise ValueError(f"unknown kernels {self.kernels!r}; choose one of {names}")
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             _check_positive(name, getattr(self, name))
         for name in ("num_blocks", "kv_cache_memory_bytes", "max_model_len"):

@@ -36,6 +36,7 @@ class LLM:
             device=config.device,
             max_model_len=config.max_model_len,
             quantization=config.quantization,
+            kernels=config.kernels,
             progress=progress,
         )
         self._set_up(loaded, config)
@@ -44,9 +45,10 @@ class LLM:
     def from_loaded(cls, loaded: LoadedModel, **options) -> LLM:
         """One more engine, with its own KV cache, over a model that is loaded already.
 
-        Raises ValueError for what was decided when it was loaded: model, dtype, device, quantization.
+        Raises ValueError for what was decided when it was loaded: model, dtype, device, quantization,
+        kernels.
         """
-        if settled := options.keys() & {"model", "dtype", "device", "quantization"}:
+        if settled := options.keys() & {"model", "dtype", "device", "quantization", "kernels"}:
             raise ValueError(f"{', '.join(sorted(settled))}: the model is loaded already, and keeps its own")
         llm = cls.__new__(cls)
         llm._set_up(loaded, EngineConfig(model=loaded.name, **options))

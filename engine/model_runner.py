@@ -27,7 +27,9 @@ class ModelRunner:
         device, block_size = loaded.device, config.block_size
         self._model = loaded.model
         self._block_size = block_size
-        self._attention = choose_attention(config.attention_backend, loaded.config, loaded.dtype, device)
+        self._attention = choose_attention(
+            config.attention_backend, loaded.config, loaded.dtype, device, self._model.kernels
+        )
         self._kv_cache = KVCache(loaded.config, num_blocks, block_size, loaded.dtype, device)
         self._sampled_rows: dict[Request, int] = {}  # whose newest token is on the device, and in which row
         self._graphs: DecodeGraphs | None = None

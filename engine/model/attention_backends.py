@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.model.attention import AttentionMetadata
 from engine.model.config import ModelConfig
+from engine.model.kernels import Kernels, TorchKernels
 from engine.model.kv_cache import KVCache
 
 
@@ -36,14 +37,19 @@ class Attention(Protocol):
 
 
 def choose_attention(
-    name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: type[Kernels] = TorchKernels
 ) -> type[Attention]:
-    """The backend called "sdpa" or "triton". Raises ValueError with the cause if it cannot work here."""
-    if name == "sdpa":
+    """The backend called "sdpa" or "triton", or for "auto" the one that goes with the model's kernels.
+
+    Raises ValueError with the cause if it cannot work here.
+    """
+    if name == "auto" and kernels is not TorchKernels:
+        from engine.model.native import NativeAttention
+
+        return NativeAttention
+    if name in ("auto", "sdpa"):
         return AttentionMetadata
-    if name != "triton":
-        raise ValueError(f"unknown attention_backend {name!r}; choose one of sdpa, triton")
-    instead = 'attention_backend="sdpa", the default, works everywhere'
+    instead = 'attention_backend="sdpa" works everywhere'
     if importlib.util.find_spec("triton") is None:
         raise ValueError(
             'attention_backend="triton" needs the triton package, which is not installed '

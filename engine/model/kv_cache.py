@@ -39,7 +39,7 @@ class KVCache:
         self.layers = [
             torch.zeros(num_blocks + 1, row, dtype=dtype, device=device) for _ in range(config.num_layers)
         ]
-        self._written_sums = torch.zeros(0, device=device)
+        self.written_sums = torch.zeros(0, device=device)
         self._gathered = self.layers[0].new_empty(0, row)
 
     @staticmethod
@@ -48,20 +48,23 @@ class KVCache:
         values = config.num_layers * block_size * 2 * config.num_kv_heads * config.head_dim
         return values * dtype.itemsize
 
+    def begin_step(self, num_tokens: int) -> None:
+        """Before the first layer writes a step's T tokens: their sums, float32 [T], begin at 0."""
+        self.written_sums = torch.zeros(num_tokens, device=self.written_sums.device)
+
     def write(self, layer: int, slots: Tensor, keys_values: Tensor) -> None:
         """Store keys_values [T, 2, kv_heads, head_dim] at slots, int64 [T]."""
         rows = self.layers[layer].view(-1, 2 * self.num_kv_heads * self.head_dim)
         written = keys_values.reshape(len(slots), -1)
         rows.index_copy_(0, slots, written)
-        sums = written.sum(dim=-1, dtype=torch.float32)
-        self._written_sums = sums if layer == 0 else self._written_sums + sums
+        self.written_sums += written.sum(dim=-1, dtype=torch.float32)
 
     def is_finite(self) -> Tensor:
         """Whether K and V of the T tokens that the last pass wrote are finite, in every layer: bool [T].
 
         A sum over them tells: a NaN or an infinity in it never goes away again.
         """
-        return self._written_sums.isfinite()
+        return self.written_sums.isfinite()
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, each (from, to)."""

@@ -136,11 +136,11 @@ def works(backend: Callable, dtype: torch.dtype, tolerance: float = 0.0) -> bool
 
 
 def choose_linear(
-    dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None
+    dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None, native: bool = False
 ) -> LinearFactory:
     """The fastest backend for weights of this dtype on this device, or the one for int8 weights.
 
-    Raises ValueError if int8 products are not to be had here.
+    native: our own kernels are among the choice. Raises ValueError if int8 products are not to be had here.
     """
     if quantization == "int8":
         if device.type == "cpu" and works(Int8Linear, dtype, tolerance=0.02):
@@ -149,9 +149,25 @@ def choose_linear(
             f"quantization='int8' needs a CPU with 8-bit products (AVX512-VNNI or AMX) and a PyTorch built "
             f"with oneDNN; {device.type} has none here. Leave it at None"
         )
+    if native and dtype == torch.bfloat16 and (linear := _amx_linear()) is not None:
+        return linear
     candidates = {torch.float32: (MklLinear, OneDnnLinear), torch.bfloat16: (OneDnnLinear,)}.get(dtype, ())
     if device.type == "cpu":
         for backend in candidates:
             if works(backend, dtype):
                 return backend
     return PlainLinear
+
+
+def _amx_linear() -> LinearFactory | None:
+    """AMX products by our kernel, for matrices that fit it, by PyTorch's for others; None without AMX."""
+    from engine.model.native import AmxLinear, has_amx
+
+    if not has_amx():
+        return None
+    others = choose_linear(torch.bfloat16, torch.device("cpu"))
+
+    def build(weight: Tensor, bias: Tensor | None) -> nn.Module:
+        return AmxLinear(weight, bias) if AmxLinear.fits(weight) else others(weight, bias)
+
+    return build

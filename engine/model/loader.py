@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config import Quantization
+from engine.config import KernelsName, Quantization
 from engine.model.config import ModelConfig
 from engine.model.gguf import convert_gguf, short_name
+from engine.model.kernels import Kernels, TorchKernels, choose_kernels
 from engine.model.linear import LinearFactory, choose_linear
 from engine.model.transformer import Transformer
 from engine.threads import core_ids
@@ -73,6 +74,7 @@ def load_model(
     device: str = "auto",
     max_model_len: int | None = None,
     quantization: Quantization | None = None,
+    kernels: KernelsName = "auto",
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a model by "auto", a folder, a .gguf file or a Hub id.
@@ -80,6 +82,7 @@ def load_model(
     dtype: "auto", "float32", "bfloat16" or "float16"; device: "auto", "cpu", "cuda" or "cuda:N".
     max_model_len: shortens the context; None means all that the model was made for.
     quantization: "int8" quantizes the weights as they are loaded; None keeps them in `dtype`.
+    kernels: "torch", "native" or "auto"; see `engine.model.kernels`.
     progress: called with a stage's name and its fraction done, 0 to 1.
     Raises ModelLoadError (a ValueError) if there is no such model, or it is incomplete or not supported.
     """
@@ -89,13 +92,15 @@ def load_model(
     if where.type == "cpu":
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     try:
-        linear = choose_linear(kind, where, quantization)
+        chosen = choose_kernels(kernels, kind, where)
+        linear = choose_linear(kind, where, quantization, native=chosen is not TorchKernels)
         source = _locate(name, where, report)
         path = convert_gguf(source, report) if source.is_file() else source
         config, longest = _read_config(path, max_model_len)
         tokenizer = _read_tokenizer(path)
         eos_token_ids = _eos_token_ids(path, tokenizer)
-        model = load_weights(path, config, kind, where, linear, lambda done: report("loading weights", done))
+        loaded = lambda done: report("loading weights", done)  # noqa: E731
+        model = load_weights(path, config, kind, where, linear, chosen, loaded)
     except (ValueError, OSError, NotImplementedError) as error:
         if isinstance(error, ModelLoadError):
             raise
@@ -183,6 +188,7 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     linear: LinearFactory | None = None,
+    kernels: type[Kernels] = TorchKernels,
     progress: Callable[[float], None] = lambda fraction: None,
 ) -> Transformer:
     """Build the model from a folder's safetensors, which are mapped, not read in whole.
@@ -212,7 +218,7 @@ def load_weights(
         def get(key: str) -> Tensor:
             return parts[key].get_tensor(key)
 
-        return Transformer(config, get, dtype, device, linear, progress)
+        return Transformer(config, get, dtype, device, linear, kernels, progress)
 
 
 def _check_tensors(config: ModelConfig, found: dict[str, tuple[int, ...]]) -> None:

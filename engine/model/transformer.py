@@ -18,8 +18,9 @@ from engine.model.attention import AttentionMetadata
 from engine.model.attention_backends import Attention
 from engine.model.config import ModelConfig
 from engine.model.kv_cache import KVCache
+from engine.model.kernels import Kernels, TorchKernels
 from engine.model.linear import LinearFactory, choose_linear
-from engine.model.rope import apply_rope, rope_cos_sin, rope_frequencies
+from engine.model.rope import rope_frequencies
 
 GetTensor = Callable[[str], Tensor]
 
@@ -34,10 +35,11 @@ class Layer(nn.Module):
         get: GetTensor,
         place: Callable[[Tensor], Tensor],
         linear: LinearFactory,
+        kernels: type[Kernels],
     ) -> None:
         """get(name) returns a checkpoint's tensor; place(tensor) gives it the model's dtype and device."""
         super().__init__()
-        self.index, self.config = index, config
+        self.index, self.config, self.kernels = index, config, kernels
         prefix = f"model.layers.{index}."
 
         def build(names: list[str], has_bias: bool, norm: str | None = None) -> nn.Module:
@@ -53,44 +55,39 @@ class Layer(nn.Module):
         self.output = build(["self_attn.o_proj"], config.output_bias)
         self.gate_up = build(["mlp.gate_proj", "mlp.up_proj"], config.mlp_bias, "post_attention_layernorm")
         self.down = build(["mlp.down_proj"], config.mlp_bias)
-        self.q_norm = self.k_norm = None
+        self.norms: tuple[Tensor, Tensor] | None = None
         if config.qk_norm:
-            self.q_norm = nn.Parameter(place(get(f"{prefix}self_attn.q_norm.weight")), requires_grad=False)
-            self.k_norm = nn.Parameter(place(get(f"{prefix}self_attn.k_norm.weight")), requires_grad=False)
+            q_norm, k_norm = (place(get(f"{prefix}self_attn.{name}_norm.weight")) for name in "qk")
+            self.norms = q_norm, k_norm
 
     def forward(
         self,
         hidden: Tensor,
+        delta: Tensor | None,
         rope: tuple[Tensor, Tensor],
         cache: KVCache,
         metadata: Attention,
         rows: Tensor | None,
-    ) -> Tensor:
-        """hidden [T, hidden_size], changed in place -> the same, or only the given rows, int64 [S]."""
-        attended = self._attend(self._norm(hidden), rope, cache, metadata)
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream and what is yet to be added to it, both [T, hidden_size] -> the same after this layer,
+
+        or only the given rows, int64 [S]. The addition waits for the norm behind it, so that both are one pass.
+        """
+        kernels, eps = self.kernels, self.config.rms_norm_eps
+        attended = self._attend(kernels.add_norm(hidden, delta, eps), rope, cache, metadata)
         if rows is not None:
             hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
-        hidden.add_(self.output(attended))
-        gate, up = self.gate_up(self._norm(hidden)).chunk(2, dim=-1)
-        return hidden.add_(self.down(F.silu(gate).mul_(up)))
+        x = kernels.add_norm(hidden, self.output(attended), eps)
+        return hidden, self.down(kernels.silu_mul(self.gate_up(x)))
 
     def _attend(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache, metadata: Attention) -> Tensor:
         """x [T, hidden_size] -> what all heads saw, [T, heads * head_dim]; stores K and V on the way."""
         config = self.config
-        first_value = config.num_heads + config.num_kv_heads
-        heads = self.qkv(x).view(len(x), -1, config.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            width = (config.head_dim,)
-            queries, keys = heads[:, : config.num_heads], heads[:, config.num_heads : first_value]
-            queries.copy_(F.rms_norm(queries, width, self.q_norm, config.rms_norm_eps))
-            keys.copy_(F.rms_norm(keys, width, self.k_norm, config.rms_norm_eps))
-        apply_rope(heads[:, :first_value], *rope)
-        # K heads and V heads lie side by side in the product, as they do in a cache slot.
-        cache.write(self.index, metadata.slot_mapping, heads[:, config.num_heads :])
-        return metadata.attend(heads[:, : config.num_heads], cache, self.index).flatten(1)
-
-    def _norm(self, hidden: Tensor) -> Tensor:
-        return F.rms_norm(hidden, hidden.shape[-1:], None, self.config.rms_norm_eps)
+        qkv = self.qkv(x).view(len(x), -1, config.head_dim)
+        self.kernels.rotate_and_store(
+            qkv, rope, self.norms, config.rms_norm_eps, cache, self.index, metadata.slot_mapping
+        )
+        return metadata.attend(qkv[:, : config.num_heads], cache, self.index).flatten(1)
 
 
 class Transformer(nn.Module):
@@ -106,16 +103,18 @@ class Transformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         linear: LinearFactory | None = None,
+        kernels: type[Kernels] = TorchKernels,
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> None:
         """get(name): a checkpoint's tensor, for every name in `config.tensor_shapes()`.
 
-        linear: the backend of the linear layers; None chooses the fastest that works here.
+        linear: the backend of the linear layers; None chooses the fastest of PyTorch's that works here.
+        kernels: the backend of what lies between them.
         progress: called with the fraction built, 0 to 1.
         """
         super().__init__()
         device = torch.device(device)
-        self.config, self.dtype, self.device = config, dtype, device
+        self.config, self.dtype, self.device, self.kernels = config, dtype, device, kernels
         linear = linear or choose_linear(dtype, device)
 
         def place(tensor: Tensor) -> Tensor:
@@ -125,7 +124,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Parameter(place(get("model.embed_tokens.weight")), requires_grad=False)
         self.layers = nn.ModuleList()
         for index in range(config.num_layers):
-            self.layers.append(Layer(index, config, get, place, linear))
+            self.layers.append(Layer(index, config, get, place, linear, kernels))
             progress((index + 1) / (config.num_layers + 1))
         # The last norm stays out of the head, which may share its weight with the embedding.
         self.norm = nn.Parameter(place(get("model.norm.weight")), requires_grad=False)
@@ -143,10 +142,12 @@ class Transformer(nn.Module):
         S is len(batch.logits_rows) and may be 0, for steps that only fill the cache.
         """
         metadata = attention.build(batch, self.config, cache.block_size, self.dtype)
-        rope = rope_cos_sin(batch.positions, self.frequencies, self.rope_factor, self.dtype)
-        hidden = F.embedding(batch.token_ids, self.embedding)
+        rope = self.kernels.rope(batch.positions, self.frequencies, self.rope_factor, self.dtype)
+        cache.begin_step(len(batch.token_ids))
+        hidden, delta = F.embedding(batch.token_ids, self.embedding), None
         last = self.config.num_layers - 1
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, rope, cache, metadata, batch.logits_rows if index == last else None)
-        hidden = F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.config.rms_norm_eps)
+            rows = batch.logits_rows if index == last else None
+            hidden, delta = layer(hidden, delta, rope, cache, metadata, rows)
+        hidden = F.rms_norm(hidden.add_(delta), hidden.shape[-1:], self.norm, self.config.rms_norm_eps)
         return self.head(hidden).float()
