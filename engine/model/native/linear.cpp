@@ -42,6 +42,10 @@ static inline void multiply(const bfloat16* x, long stride, const bfloat16* weig
         _tile_zero(3);
     }
     for (long step = 0; step < steps; step++) {
+        for (long i = 0; i < TILE; i += 32) {  // two tiles on: the hardware stops looking ahead at every page's end
+            __builtin_prefetch(weights + (step + 2) * TILE + i);
+            __builtin_prefetch(other + (step + 2) * TILE + i);
+        }
         _tile_loadd(4, x + step * IN, row_bytes);
         _tile_stream_loadd(6, weights + step * TILE, 64);
         _tile_dpbf16ps(0, 4, 6);

@@ -25,12 +25,17 @@ static inline void put(bfloat16& to, float x) {  // to the nearest, ties to even
     to.bits = uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
 }
 
+// 2**x = 1 + EXP2[0] * x + EXP2[1] * x**2 + ... for x from 0 to 1, but for 2e-7.
+static constexpr float EXP2[6] = {0.693147182f,   0.240226463f,   0.0555040880f,
+                                  0.00961834066f, 0.00133340399f, 0.000154697f};
+
 // 2**x for x <= 0; what float cannot hold is 0. Written out, so that compilers compute many at once.
 static inline float exp2_below_zero(float x) {
     x = x < -126.0f ? -126.0f : x;  // false for NaN, which stays
     float whole = std::floor(x), rest = x - whole;
-    float y = 1.0f + rest * (0.693147182f + rest * (0.240226463f + rest * (0.0555040880f +
-              rest * (0.00961834066f + rest * (0.00133340399f + rest * 0.000154697f)))));
+    float y = EXP2[5];
+    for (int i = 4; i >= 0; i--) y = y * rest + EXP2[i];
+    y = y * rest + 1.0f;
     int32_t exponent = (int32_t(whole) + 127) << 23;
     float scale;
     memcpy(&scale, &exponent, 4);
