@@ -90,30 +90,30 @@ static void attend(const T* queries, long stride, T* out, const T* cache, const 
                 std::copy(from, from + d, &q[r * d]);
                 largest[r] = -INFINITY;
             }
-            std::fill(seen.begin(), seen.end(), 0.0f);
-            std::fill(total.begin(), total.end(), 0.0f);
+            std::fill_n(seen.begin(), rows * d, 0.0f);
+            std::fill_n(total.begin(), rows * KEYS, 0.0f);
             for (long start = 0, count; start < context; start += count) {
                 const long offset = start % block_size;
                 count = std::min({KEYS, block_size - offset, context - start});
                 const T* at = cache + (table[start / block_size] * block_size + offset) * slot;
-                // The next block lies anywhere, where no hardware looks ahead: it is fetched while this one is seen.
-                const long next = std::min(start + count, context - 1);
-                const T* there = cache + (table[next / block_size] * block_size + next % block_size) * slot;
+                // The next block lies anywhere, where no hardware looks ahead, so each row fetches a part of it in advance.
+                const long next = std::min(start + count, context - 1), left = std::min(KEYS, context - next);
+                const T* ahead = cache + (table[next / block_size] * block_size + next % block_size) * slot;
+                const T* const end = ahead + left * slot;
+                const long share = left * slot / rows;
                 for (long h = 0; h < part_heads; h += shared) {
                     const Chunk<T> keys{at + (first_head + h) / shared * d, count, slot};
                     const Chunk<T> values{keys.first + kv_heads * d, count, slot};
-                    for (long k = 0; k < std::min(KEYS, context - next); k++)
-                        for (long i = 0; i < d * long(sizeof(T)); i += 64) {
-                            const char* ahead = (const char*)(there + k * slot + (first_head + h) / shared * d) + i;
-                            __builtin_prefetch(ahead), __builtin_prefetch(ahead + kv_heads * d * sizeof(T));
-                        }
                     arrange<D>(values, d, arranged.data());
                     for (long token = 0; token < tile[2]; token++) {
                         const long visible = std::min(count, sees + token - start);
                         if (visible <= 0) continue;
-                        for (long r = token * part_heads + h; r < token * part_heads + h + shared; r++)
+                        for (long r = token * part_heads + h; r < token * part_heads + h + shared; r++) {
+                            for (const T* stop = std::min(ahead + share, end); ahead < stop; ahead += 64 / sizeof(T))
+                                __builtin_prefetch(ahead, 0, 2);
                             look<D>(Row<T>{&q[r * d], &seen[r * d], &total[r * KEYS], &largest[r]}, keys,
                                     arranged.data(), visible, scale, d);
+                        }
                     }
                 }
             }
