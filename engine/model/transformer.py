@@ -150,4 +150,4 @@ class Transformer(nn.Module):
             rows = batch.logits_rows if index == last else None
             hidden, delta = layer(hidden, delta, rope, cache, metadata, rows)
         hidden = F.rms_norm(hidden.add_(delta), hidden.shape[-1:], self.norm, self.config.rms_norm_eps)
-        return self.head(hidden).float()
+        return self.head.in_float32(hidden)

@@ -14,11 +14,12 @@ from functools import cache
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.kv_cache import KVCache
+from engine.model.linear import Linear
 from engine.model.native.build import NativeError, load_library
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -29,7 +30,7 @@ def address(tensor: Tensor | None) -> int | None:
     """Where a tensor's numbers begin, which must lie one after the other."""
     if tensor is None:
         return None
-    assert tensor.is_contiguous() and tensor.is_cpu
+    assert tensor.is_contiguous()
     return tensor.data_ptr()
 
 
@@ -122,7 +123,7 @@ class NativeAttention:
         return out
 
 
-class AmxLinear(nn.Module):
+class AmxLinear(Linear):
     """x [T, in] -> x @ weight.T + bias, [T, out] in bfloat16, on a CPU with AMX; in and out in whole 32s."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -140,11 +141,19 @@ class AmxLinear(nn.Module):
         return weight.dtype == torch.bfloat16 and all(size % 32 == 0 for size in weight.shape)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self._multiply(x, torch.bfloat16)
+
+    def in_float32(self, x: Tensor) -> Tensor:
+        """The sums as they are."""
+        return self._multiply(x, torch.float32)
+
+    def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         x = x.contiguous()
-        out = x.new_empty(len(x), self.outputs)
+        rows = x.shape[0]
+        out = x.new_empty(rows, self.outputs, dtype=dtype)
         _library().glass_linear(
-            address(x), address(self.packed), address(self.bias), address(out), len(x), self.inputs, self.outputs,
-            torch.get_num_threads(),
+            address(x), address(self.packed), address(self.bias), address(out), dtype == torch.float32, rows,
+            self.inputs, self.outputs, torch.get_num_threads(),
         )  # fmt: skip
         return out
 

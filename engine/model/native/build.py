@@ -25,7 +25,7 @@ ARGUMENTS = {
     "glass_silu_mul": [INT, *[POINTER] * 2, *[LONG] * 2, INT],
     "glass_rotate_store": [INT, *[POINTER] * 6, FLOAT, *[POINTER] * 2, *[LONG] * 4, INT],
     "glass_attend": [INT, POINTER, LONG, *[POINTER] * 3, LONG, POINTER, *[LONG] * 6, INT],
-    "glass_linear": [*[POINTER] * 4, *[LONG] * 3, INT],
+    "glass_linear": [*[POINTER] * 4, INT, *[LONG] * 3, INT],
     "glass_has_amx": [],
 }
 
