@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.request import Request
 from engine.sampling_plan import SamplingPlan, plan_sampling
 
+PART = 128  # tokens of the vocabulary
 FIRST_CANDIDATES = 512  # top_p looks at this many tokens before it sorts the whole vocabulary
 
 
@@ -76,7 +77,7 @@ class Sampler:
             logits.index_fill_(1, self._gaps, -torch.inf)
         # NaN and infinity win every comparison, so the largest value tells of any in its row, be it the
         # model's or extreme parameters' doing; -infinity is left where every token is forbidden.
-        largest, tokens = logits.max(dim=-1)
+        largest, tokens = _largest(logits)
         if plan.plain_rows is not None and plan.plain is not None:
             uniform, *numbers = plan.plain.float()
             probs = _flatten(_pick(logits, plan.plain_rows), *numbers).softmax(dim=-1)
@@ -136,6 +137,19 @@ def _forbid_early_stops(logits: Tensor, plan: SamplingPlan) -> None:
     """Before `min_tokens`, the tokens that would end a request cannot be sampled."""
     if plan.forbidden_places is not None:
         logits.index_put_(tuple(plan.forbidden_places), logits.new_full((), -torch.inf))
+
+
+def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's largest logit, and its place: that of the first, should there be several.
+
+    On a CPU, PyTorch finds values without places four times as fast as with them: so first the part of the row.
+    """
+    if not logits.is_cpu or logits.shape[1] % PART or not logits.is_contiguous():
+        return logits.max(dim=-1)
+    parts = logits.unflatten(1, (-1, PART))
+    largest, part = parts.amax(dim=-1).max(dim=-1)
+    chosen = parts[torch.arange(len(logits)), part]
+    return largest, part * PART + chosen.argmax(dim=-1)
 
 
 # -- random rows ------------------------------------------------------------------------------------
