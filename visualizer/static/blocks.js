@@ -175,7 +175,7 @@ export function mountBlocks(root, store) {
 }
 
 /** Cells as large as the width allows: few rows for a small pool, small cells for a large one. */
-function layout(number, width) {
+export function layout(number, width) {
   const room = width - 4;
   const rowsWanted = number <= 64 ? 2 : number <= 200 ? 4 : number <= 400 ? 6 : number <= 800 ? 8 : 12;
   let columns = Math.max(1, Math.ceil(number / rowsWanted));
