@@ -67,7 +67,7 @@ export function mountBlocks(root, store) {
     context.textAlign = 'left';
     context.fillStyle = ink.muted;
     if (!table.length) {
-      const hint = frame.clientWidth < 500 ? 'Point at a request to see its block table.'
+      const hint = frame.clientWidth < 500 ? 'Tap or point at a request to see its block table.'
         : 'Point at a request, here or in any panel, to see its block table; click to keep it.';
       const words = key === null ? hint
         : `#${key} holds no blocks at this moment.`;
@@ -114,7 +114,8 @@ export function mountBlocks(root, store) {
     if (shared) {
       const half = Math.min(wide / 2 - 1, context.measureText(words).width / 2 + 2);
       context.fillStyle = ink.panel;
-      context.fillRect(x + wide / 2 - half, middle - 7, 2 * half, 13);
+      const high = Math.min(13, tall - 4); // of the colours, some is seen above and below
+      context.fillRect(x + wide / 2 - half, middle - 0.5 - high / 2, 2 * half, high);
       context.fillStyle = ink.ink;
     } else {
       const partly = block.state === 'used' && !full; // half on the fill, half on the panel: with a halo

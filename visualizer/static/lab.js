@@ -84,7 +84,7 @@ async function openRace(feed) {
     setText(verdict, result.speedup === null ? `No speed-up is given: ${result.refused}.`
       : `${result.winner} is ${figure(result.speedup)} times faster.`);
     playback = mountPlayback(stage, result.arms.map((arm) => ({ title: arm.mode, mode: arm.mode, frames: arm.frames })));
-    playback.view.focus();
+    playback.view.focus({ preventScroll: true });
     playback.begin();
   }
 }
@@ -130,7 +130,7 @@ function openTrace(store, feed) {
       if (frames.length < 2) throw new Error('This recording holds no steps.');
       setText(words, `${chosen.name}: ${count(summary.steps)} steps, ${count(summary.output_tokens)} output tokens in ${figure(summary.seconds)} s.`);
       playback = mountPlayback(stage, [{ title: chosen.name, mode: summary.modes?.[0], frames }]);
-      playback.view.focus();
+      playback.view.focus({ preventScroll: true });
     } catch (error) {
       setText(words, error.message);
     }
