@@ -320,6 +320,18 @@ def test_pictures_follow_the_theme(tiny, visit):
     light = seen.picture("blocks")
     seen.page.evaluate("document.body.classList.toggle('dark')")
     seen.page.wait_for_function(f"document.querySelector('#glass-blocks canvas').toDataURL() !== {light!r}")
+    heard = seen.module(
+        "theme.js",
+        """new Promise((done) => {
+          const leave = m.onThemeChange(() => done('one who left'));
+          m.onThemeChange(() => done('one who stayed'));
+          leave();
+          leave(); // once more, as whatever is closed twice does, takes nobody else away
+          document.body.classList.toggle('dark');
+          setTimeout(() => done('nobody'), 5000);
+        })""",
+    )
+    assert heard == "one who stayed"
 
 
 def test_hovering_a_cell_names_its_request(tiny, visit):
