@@ -485,7 +485,8 @@ def batch_time(loaded: LoadedModel) -> Run:
     if roof:
         notes += (
             f" From {few} to {many} requests it gets {1000 * longer:.1f} ms longer: {1000 / roof:.2f} ms for "
-            f"each request more. So at most {roof:.0f} of them fit into a second: that is the roof."
+            f"each request more. So at most {roof:.0f} of them, and as many tokens, fit into a second: "
+            "that is the roof."
         )
     return Run(f"{table}\n\n{notes}", curves={"sizes": list(sizes), "seconds": seconds, "roof": roof})
 
