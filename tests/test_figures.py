@@ -107,6 +107,26 @@ def test_blocks_show_the_engine_after_each_step(trace):
         assert f"{held} of {len(replica.blocks)} blocks held" in figures.alt_text(figure)
 
 
+def test_a_legend_names_what_is_to_be_seen(trace, arms):
+    words = {"held": "held without token budget", "idle": "idle while others wait"}
+    for arm in arms:
+        figure = figures.timeline(arm)
+        expected = {
+            words.get(kind, kind) for kind in ("prefill", "decode", "held", "idle") if bars(figure, kind)
+        }
+        shown = {t.name for t in figure.data if t.showlegend is not False and t.type == "bar"}
+        assert shown == expected and len(shown) < 4
+    race = [t.name for t in figures.race(*arms).data if t.showlegend]
+    assert len(race) == len(set(race)) and {"decode", "idle while others wait"} <= set(race)
+    states = state_after(trace, None)[0].blocks
+    words = " ".join(a.text for a in figures.blocks(trace).layout.annotations)
+    assert ("free" in words) == any(block.state == "free" for block in states)
+    assert ("cached" in words) == any(block.state == "cached" for block in states)
+    assert "reserved" not in words and "shared" not in words  # nobody is left
+    alone = figures.blocks(arms[0], steps_of(arms[0])[0].step).layout.annotations
+    assert {"in use, filled from below", "reserved, nothing in it"} <= {a.text for a in alone}
+
+
 def test_blocks_of_no_step(trace):
     with pytest.raises(ValueError, match="step 4000 is not in this trace: it has steps 1 to"):
         figures.blocks(trace, 4000)
