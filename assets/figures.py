@@ -26,9 +26,8 @@ import plotly
 import plotly.graph_objects as go
 from playwright.sync_api import Page, sync_playwright
 
-from bench.machine import hardware, read_bandwidth
-from docs.runs import RUNS, Run, peak_step, step_of, transitions
-from engine import LLM
+from bench.machine import hardware
+from docs.runs import RUNS, Run, bytes_a_second, load_for, peak_step, step_of, transitions
 from visualizer import figures
 from visualizer.figures.theme import inks, new_figure
 
@@ -68,10 +67,12 @@ def batch_time(runs: dict[str, Run], theme: str) -> go.Figure:
     rates = [size / s for size, s in zip(sizes, seconds, strict=True)]
     best = rates.index(max(rates))
     sentence = (
-        f"{rates[0]:.0f} tokens a second for one request, {rates[best]:.0f} for {sizes[best]} together: "
-        f"{rates[best] / rates[0]:.1f} times as many"
+        f"{rates[0]:.0f} for one request, {rates[best]:.0f} for {sizes[best]} together: "
+        f"{rates[best] / rates[0]:.1f} times as many. Both axes grow by factors"
     )
-    figure = new_figure(ink, "Tokens a second by batch size", sentence, f"A chart: {sentence}.", height=460)
+    figure = new_figure(
+        ink, "Tokens a second by batch size", sentence, f"A chart: tokens a second, {sentence}.", height=460
+    )
     figure.add_scatter(
         x=sizes,
         y=[size * rates[0] for size in sizes],
@@ -89,6 +90,14 @@ def batch_time(runs: dict[str, Run], theme: str) -> go.Figure:
         textfont={"color": ink.ink},
         line={"color": ink.continuous, "width": 2.5},
     )
+    if roof := curves["roof"]:
+        figure.add_scatter(
+            x=[sizes[0], sizes[-1]],
+            y=[roof, roof],
+            name=f"the roof: {roof:.0f}",
+            mode="lines",
+            line={"color": ink.alarm, "width": 1.5, "dash": "dash"},
+        )
     figure.update_xaxes(title_text="requests in the step", type="log", tickvals=sizes, range=[-0.05, 1.95])
     # Both axes by factors: what grows in proportion is a straight line, and a roof is a bend in it.
     ticks = [
@@ -106,7 +115,9 @@ def timeline(run: str, trace: str) -> Draw:
 def anatomy(budget: int) -> Draw:
     def draw(runs: dict[str, Run], theme: str) -> go.Figure:
         trace = runs["chunks"].traces[f"budget {budget}"]
-        return figures.step_anatomy(trace, first_step=5, last_step=24, theme=theme).update_yaxes(matches=None)
+        figure = figures.step_anatomy(trace, first_step=5, last_step=24, theme=theme)
+        figure.layout.title.text = f"<b>Anatomy of a step: at most {budget} tokens</b>"
+        return figure
 
     return draw
 
@@ -147,18 +158,18 @@ def main(only: list[str]) -> None:
     if unknown := set(only) - PICTURES.keys() - RUNS.keys():
         sys.exit(f"There is no {', '.join(sorted(unknown))}. There are: {', '.join([*RUNS, *PICTURES])}.")
     chromium = shutil.which("chromium") or sys.exit("Chromium is not installed.")
-    loaded = LLM("auto", num_blocks=1).loaded
     pictures = [name for name in PICTURES if not only or name in only]
     wanted = {run for run in RUNS if not only or run in only} | {run_of(name) for name in pictures}
     runs: dict[str, Run] = {}
     for name in RUNS:
         if name in wanted:
             print(f"run {name}", flush=True)
-            runs[name] = RUNS[name](loaded)
-    machine = describe(loaded)
+            runs[name] = RUNS[name](load_for(name))
     for name, run in runs.items():
-        timed = name.endswith("-time")
-        fill("measured" if timed else "run", name, f"{run.table}\n\n{machine}" if timed else run.table)
+        if name.endswith("-time"):
+            fill("measured", name, f"{run.table}\n\n{describe(load_for(name))}")
+        else:
+            fill("run", name, run.table)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": WIDTH, "height": 1200}, device_scale_factor=2)
@@ -184,7 +195,7 @@ def describe(loaded) -> str:
     dtype = str(loaded.dtype).removeprefix("torch.")
     return (
         f"*Measured with {loaded.name}, {dtype}, on {name}; memory read at "
-        f"{read_bandwidth(loaded.device.type):.0f} GB/s; torch {facts['torch']}.*"
+        f"{bytes_a_second(loaded.device.type) / 1e9:.0f} GB/s; torch {facts['torch']}.*"
     )
 
 

@@ -10,6 +10,7 @@ differ from machine to machine, so their tables say which one it was. `assets/fi
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 import sys
@@ -22,8 +23,11 @@ from typing import Any, NamedTuple
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import torch
+
 from bench.machine import read_bandwidth, weight_bytes
 from engine import LLM, ContinuousEngine, SamplingParams
+from engine.config import Dtype
 from engine.events import Event, LifecycleEvent, Mode, StepEvent
 from engine.model import LoadedModel
 from engine.model.kv_cache import KVCache
@@ -163,14 +167,14 @@ def kv(loaded: LoadedModel) -> Run:
 
 
 def kv_size(loaded: LoadedModel) -> Run:
-    """What the cache takes, for the model at hand in its dtype."""
-    config, block_size = loaded.config, 16
-    block = KVCache.bytes_per_block(config, block_size, loaded.dtype)
+    """What the cache takes, for the model at hand, in float32 on every machine."""
+    config, block_size, dtype = loaded.config, 16, torch.float32
+    block = KVCache.bytes_per_block(config, block_size, dtype)
     rows = [
         ("layers", config.num_layers),
         ("key and value heads in a layer", config.num_kv_heads),
         ("numbers in a head's key, or value", config.head_dim),
-        ("bytes in a number", loaded.dtype.itemsize),
+        ("bytes in a number (float32)", dtype.itemsize),
         ("bytes for one token", block // block_size),
         ("bytes for a block of 16 tokens", block),
         ("bytes for 512 tokens", block * 32),
@@ -446,9 +450,15 @@ def max_owners(trace: Trace) -> int:
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def batch_time(loaded: LoadedModel, sizes: Sequence[int] = BATCH_SIZES) -> Run:
+@functools.cache
+def bytes_a_second(device: str) -> float:
+    """How fast the machine reads memory: measured once, so that all who say it say the same."""
+    return 1e9 * read_bandwidth(device)
+
+
+def batch_time(loaded: LoadedModel) -> Run:
     """The seconds of a decode step, by how many requests it serves; contexts of about 96 tokens."""
-    rng = random.Random(9)
+    rng, sizes = random.Random(9), BATCH_SIZES
     seconds = []
     for size in sizes:
         engine = make_engine(
@@ -467,11 +477,18 @@ def batch_time(loaded: LoadedModel, sizes: Sequence[int] = BATCH_SIZES) -> Run:
     ]
     size = weight_bytes(loaded.path, str(loaded.dtype).removeprefix("torch."))
     table = markdown(("requests in the step", "the step takes", "tokens a second", "times one"), rows)
-    ms = size / read_bandwidth(loaded.device.type) / 1e6
-    return Run(
-        f"{table}\n\nA step reads {size / 1e6:.0f} MB of weights, which alone takes {ms:.1f} ms here.",
-        curves={"sizes": list(sizes), "seconds": seconds},
-    )
+    ms = 1000 * size / bytes_a_second(loaded.device.type)
+    notes = f"A step reads {size / 1e6:.0f} MB of weights, which alone takes {ms:.1f} ms here."
+    few, many = sizes[-2:]
+    longer = seconds[-1] - seconds[-2]
+    roof = (many - few) / longer if longer > 0 else None
+    if roof:
+        notes += (
+            f" From {few} to {many} requests it gets {1000 * longer:.1f} ms longer: {1000 / roof:.2f} ms for "
+            f"each request more. So at most {roof:.0f} of them, and as many tokens, fit into a second: "
+            "that is the roof."
+        )
+    return Run(f"{table}\n\n{notes}", curves={"sizes": list(sizes), "seconds": seconds, "roof": roof})
 
 
 RUNS: dict[str, Callable[[LoadedModel], Run]] = {
@@ -490,12 +507,27 @@ RUNS: dict[str, Callable[[LoadedModel], Run]] = {
 }
 
 
+COMPARING = ("kv", "preemption")  # one answer with another
+
+
+def load_for(name: str) -> LoadedModel:
+    """The real model, in the dtype that the machine is fastest at, or, for a run that compares, in float32.
+
+    In bfloat16, which rounds coarsely, who else is in the batch may change which token is the best.
+    """
+    return _load("float32" if name in COMPARING else "auto")
+
+
+@functools.cache
+def _load(dtype: Dtype) -> LoadedModel:
+    return LLM("auto", num_blocks=1, dtype=dtype).loaded
+
+
 def main(names: Sequence[str]) -> None:
     if unknown := set(names) - RUNS.keys():
         sys.exit(f"There is no run {', '.join(sorted(unknown))}. There are: {', '.join(RUNS)}.")
-    loaded = LLM("auto", num_blocks=1).loaded
     for name in names or RUNS:
-        run = RUNS[name](loaded)
+        run = RUNS[name](load_for(name))
         print(f"{name}: {(RUNS[name].__doc__ or '').splitlines()[0]}\n\n{run.table}\n", flush=True)
 
 

@@ -18,8 +18,8 @@ class Batch:
 
     token_ids: int64 [T]; positions: int64 [T], the position of each token in its own request.
     slot_mapping: int64 [T], where each token's K and V go: `block_id * block_size + offset`.
-    block_tables: int64 [R, most blocks of any request], padded with a block that
-        nobody owns; row r lists request r's blocks.
+    block_tables: int64 [R, most blocks of any request]; row r lists request r's blocks, padded with
+        the first of them.
     query_lens: R ints, tokens of each request in this step (their sum is T), in packed order.
     context_lens: R ints, tokens of each request visible once this step is done (computed + query).
     logits_rows: int64 [S], the packed rows whose logits are wanted: a request's last one, and only

@@ -44,7 +44,7 @@ class RequestHandle:
         self.request_id = request.request_id
         self.session = session
         self._request = request
-        self._runner = runner
+        self._runner: EngineRunner | None = runner  # None once finished: who keeps an answer keeps no engine
         self._deltas: queue.SimpleQueue[RequestOutput | None] = queue.SimpleQueue()  # None: that was all
         self._lock = threading.Lock()
         self._output: RequestOutput | None = None
@@ -84,7 +84,8 @@ class RequestHandle:
 
     def abort(self) -> None:
         """End the request; what it has so far stays, with finish_reason "abort". Returns at once."""
-        self._runner.abort(self.request_id)
+        if runner := self._runner:
+            runner.abort(self.request_id)
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end and return the whole. Raises TimeoutError after `timeout` seconds."""
@@ -145,6 +146,7 @@ class RequestHandle:
         self._deltas.put(delta)
         if delta.finished:
             self._deltas.put(None)
+            self._runner = None
             self._done.set()
 
 

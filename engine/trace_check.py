@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.events import BlockDelta, Event, Keyframe, LifecycleEvent, Replica, StepEvent
+from engine.events import BlockDelta, EngineInfo, Event, Keyframe, LifecycleEvent, Replica, StepEvent
 from engine.trace_schema import BadValue, check_mode
 
 
@@ -25,9 +25,9 @@ class Follower:
         for number, block in enumerate(keyframe.blocks):
             if block.block != number:
                 raise BadValue(f"the keyframe's block number {number} calls itself {block.block}")
-            _check_block(block, info.block_size, info.max_num_seqs)
-        self._num_blocks, self._block_size = info.num_blocks, info.block_size
-        self._num_slots = info.max_num_seqs
+            _check_block(block, info)
+        self._info = info
+        self._num_blocks, self._num_slots = info.num_blocks, info.max_num_seqs
         self._replica = Replica(keyframe)
         if len(self._replica.requests) != len(keyframe.requests):
             raise BadValue("the keyframe names a request twice")
@@ -117,7 +117,7 @@ class Follower:
             if delta.block in seen:
                 raise BadValue(f"block {delta.block} is there twice")
             seen.add(delta.block)
-            _check_block(delta, self._block_size, self._num_slots)
+            _check_block(delta, self._info)
 
     def _check_owners(self, blocks: Iterable[BlockDelta]) -> None:
         for delta in blocks:
@@ -130,11 +130,15 @@ class Follower:
             raise BadValue(f"used, cached and free blocks do not add up to {self._num_blocks}")
 
 
-def _check_block(delta: BlockDelta, block_size: int, num_slots: int) -> None:
+def _check_block(delta: BlockDelta, info: EngineInfo) -> None:
     owners = delta.owners
-    if delta.filled > block_size:
-        raise BadValue(f"block {delta.block} holds {delta.filled} tokens, and {block_size} is the most")
-    if len(owners) > num_slots or len(set(owners)) != len(owners) or delta.ref_count != len(owners):
+    if delta.filled > info.block_size:
+        raise BadValue(f"block {delta.block} holds {delta.filled} tokens, and {info.block_size} is the most")
+    if delta.table_index >= info.num_blocks:
+        raise BadValue(
+            f"block {delta.block} is piece {delta.table_index} of a table, in a pool of {info.num_blocks}"
+        )
+    if len(owners) > info.max_num_seqs or len(set(owners)) != len(owners) or delta.ref_count != len(owners):
         raise BadValue(f"block {delta.block}'s owners and reference count do not agree")
     if bool(owners) != (delta.state in ("used", "reserved")) or bool(owners) != (delta.table_index >= 0):
         raise BadValue(f"block {delta.block} is {delta.state} with {len(owners)} owners")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections import deque
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +16,8 @@ from tests.support import tiny_llm
 from tests.test_events import busy_life
 from visualizer.feed import Feed
 from visualizer.frames import MARKED, moments, trace_frames
-from visualizer.measures import MIN_TOKENS, Measures, percentile
+from visualizer.measures import LONGEST_GAP, MIN_TOKENS, WINDOW, Measures, percentile
+from visualizer.summary import summarise
 from visualizer.tracks import Tracks
 
 INFO = EngineInfo("tiny", "float32", "cpu", 4, 16, 4, 32, 64)
@@ -150,6 +153,48 @@ def test_a_ring_that_ran_over_restarts_the_picture():
     feed.tick()
     viewer.poll()
     assert viewer.keyframes == 2 and [column[0] for column in viewer.steps] == [21]
+
+
+def test_a_run_that_begins_in_the_middle_counts_its_own_tokens_in_all_modes():
+    llm = tiny_llm(num_blocks=9)
+    busy_life(llm)
+    steps = [event.step for event in llm.engine.events.read(0).events if isinstance(event, StepEvent)]
+    trace = Trace(*llm.engine.events.recording(steps[3]))
+    assert trace.keyframe.requests  # some are in the middle of their answers
+    frames = [json.loads(frame)["strip"] for frame in trace_frames(trace)]
+    summary = summarise(trace)
+    assert summary["modes"] == ["continuous", "static"] and summary["wasted"] > 0
+    last = frames[-1]
+    assert (last["all_tokens"], last["all_wasted"]) == (summary["output_tokens"], summary["wasted"])
+    assert last["finished"] == sum(getattr(event, "kind", "") == "finished" for event in trace.events)
+    for name in ("all_tokens", "all_wasted", "finished"):
+        counted = [strip[name] for strip in frames]
+        assert counted[0] == 0 and counted == sorted(counted)
+
+
+class Unwalked(deque):
+    def __iter__(self):
+        raise AssertionError("whoever asks for the rate must not pay for every step of the last seconds")
+
+
+def test_the_rate_costs_the_same_however_many_steps_there_were():
+    """A crafted trace may have thousands of steps at one time."""
+    measures = Measures(INFO)
+    measures._recent = Unwalked()
+    rng = random.Random(3)
+    steps: list[tuple[float, float, int]] = []
+    time = last = 0.0
+    for number in range(400):
+        time += rng.choice((0.0, 0.0, 0.01, 0.3, 2.5))
+        event = replace(step_event(number, tokens=rng.randrange(5), seconds=0.02), time=time)
+        measures.step(event)
+        busy = min(time - last, event.times.total + LONGEST_GAP) if number else event.times.total
+        steps.append((time, busy, len(event.slots)))
+        last = time
+        recent = [step for step in steps if step[0] >= time - WINDOW]
+        seconds = sum(busy for _, busy, _ in recent)
+        expected = sum(tokens for *_, tokens in recent) / seconds if seconds else 0.0
+        assert measures.rate(quiet=0.0) == pytest.approx(expected)
 
 
 def test_means_are_tokens_over_busy_time():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from dataclasses import fields, replace
 
@@ -17,7 +18,7 @@ from visualizer import figures
 from visualizer.figures import theme
 from visualizer.figures.source import state_after, steps_of
 from visualizer.frames import trace_frames
-from visualizer.letters import LETTERS
+from visualizer.letters import slot_letter
 from visualizer.race import run_race
 from visualizer.routes import STATIC
 from visualizer.siblings import Siblings
@@ -106,6 +107,26 @@ def test_blocks_show_the_engine_after_each_step(trace):
         assert f"{held} of {len(replica.blocks)} blocks held" in figures.alt_text(figure)
 
 
+def test_a_legend_names_what_is_to_be_seen(trace, arms):
+    words = {"held": "held without token budget", "idle": "idle while others wait"}
+    for arm in arms:
+        figure = figures.timeline(arm)
+        expected = {
+            words.get(kind, kind) for kind in ("prefill", "decode", "held", "idle") if bars(figure, kind)
+        }
+        shown = {t.name for t in figure.data if t.showlegend is not False and t.type == "bar"}
+        assert shown == expected and len(shown) < 4
+    race = [t.name for t in figures.race(*arms).data if t.showlegend]
+    assert len(race) == len(set(race)) and {"decode", "idle while others wait"} <= set(race)
+    states = state_after(trace, None)[0].blocks
+    words = " ".join(a.text for a in figures.blocks(trace).layout.annotations)
+    assert ("free" in words) == any(block.state == "free" for block in states)
+    assert ("cached" in words) == any(block.state == "cached" for block in states)
+    assert "reserved" not in words and "shared" not in words  # nobody is left
+    alone = figures.blocks(arms[0], steps_of(arms[0])[0].step).layout.annotations
+    assert {"in use, filled from below", "reserved, nothing in it"} <= {a.text for a in alone}
+
+
 def test_blocks_of_no_step(trace):
     with pytest.raises(ValueError, match="step 4000 is not in this trace: it has steps 1 to"):
         figures.blocks(trace, 4000)
@@ -162,7 +183,7 @@ def test_anatomy_adds_up(trace):
     figure = figures.step_anatomy(trace, first_step=3, last_step=12)
     steps = [event for event in steps_of(trace) if 3 <= event.step <= 12]
     stages = [t for t in figure.data if not t.name.endswith("tokens")]
-    assert [t.name for t in stages] == ["forward", "prepare", "sample", "schedule", "emit"]
+    assert [t.name for t in stages] == ["forward", "prepare", "sample", "schedule", "postprocess"]
     for place, event in enumerate(steps):
         assert sum(t.y[place] for t in stages) == pytest.approx(1000 * event.times.total)
     for phase in ("prefill", "decode"):
@@ -226,7 +247,6 @@ def test_every_figure_has_both_themes_a_title_and_words(trace, arms):
 def test_colours_are_the_pages():
     script = (STATIC / "theme.js").read_text()
     assert tuple(re.findall(r"#[0-9a-f]{6}", script[script.index("HUES") : script.index("];")])) == theme.HUES
-    assert re.search(r"LETTERS = '(\w+)'", script).group(1) == LETTERS
     style = (STATIC / "glass.css").read_text()
     root = dict(re.findall(r"--glass-(\w+): (#[0-9a-f]{6})", style[: style.index(".dark {")]))
     dark = root | dict(re.findall(r"--glass-(\w+): (#[0-9a-f]{6})", style[style.index(".dark {") :]))
@@ -234,6 +254,38 @@ def test_colours_are_the_pages():
         for field in fields(ink):
             if field.name != "dark":
                 assert getattr(ink, field.name) == page[field.name], field.name
+
+
+def test_no_two_slots_have_the_same_letter():
+    letters = [slot_letter(slot) for slot in range(256)]
+    assert len(set(letters)) == 256 and max(map(len, letters)) == 2
+    assert letters[:2] + letters[25:28] + letters[52:53] == ["A", "B", "Z", "AA", "AB", "BA"]
+
+
+# How the colour-blind see: linear RGB to linear RGB (Machado, Oliveira and Fernandes, 2009).
+SIGHT = {
+    "deuteranopia": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
+    "protanopia": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
+}
+
+
+def seen_as(colour: str, sight: str) -> tuple[float, float, float]:
+    """A colour in CIELAB, as somebody of that sight sees it."""
+    linear = [
+        theme.luminance("#" + "0" * 2 * i + colour[1 + 2 * i :][:2] + "0" * (4 - 2 * i)) for i in range(3)
+    ]
+    linear = [part / full for part, full in zip(linear, (0.2126, 0.7152, 0.0722), strict=True)]
+    rgb = [max(0.0, sum(a * b for a, b in zip(row, linear, strict=True))) for row in SIGHT[sight]]
+    to_xyz = ((0.4339, 0.3763, 0.1898), (0.2126, 0.7152, 0.0722), (0.0178, 0.1095, 0.8727))  # white: 1, 1, 1
+    x, y, z = (sum(a * b for a, b in zip(row, rgb, strict=True)) ** (1 / 3) for row in to_xyz)
+    return 116 * y, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize("sight", SIGHT)
+@pytest.mark.parametrize("ink", [theme.LIGHT, theme.DARK])
+def test_the_colour_blind_tell_the_modes_apart(ink, sight):
+    modes = [seen_as(ink.mode(mode), sight) for mode in ("naive", "static", "continuous")]
+    assert all(math.dist(a, b) > 25 for a, b in itertools.combinations(modes, 2))
 
 
 @pytest.mark.parametrize("ink", [theme.LIGHT, theme.DARK])

@@ -115,3 +115,76 @@ def test_a_link_opens_a_lesson(tiny, visit, address, shown):  # noqa: F811
     seen.page.wait_for_selector(".glass-lesson .glass-big")
     assert f"Lesson {shown} of" in seen.page.inner_text(".glass-lesson")
     assert seen.errors == []
+
+
+@pytest.mark.browser
+def test_back_shows_the_scene_before_and_gives_no_answer_away(tiny, visit):  # noqa: F811
+    number, lesson = next((n, one) for n, one in enumerate(lessons(), 1) if len(one["scenes"]) > 1)
+    _, port = tiny
+    seen = visit(port)
+    page = seen.page
+    page.goto(f"http://127.0.0.1:{port}/?lesson={number}")
+    page.wait_for_selector(".glass-lesson .glass-big")
+
+    def wait_for_page(key: str, words: str, scene: dict) -> None:
+        page.keyboard.press(key)
+        page.wait_for_function(
+            "(words) => document.querySelector('.glass-lesson').innerText.includes(words)", arg=words
+        )
+        page.wait_for_function(f"document.querySelectorAll('.glass-lane').length === {len(scene['traces'])}")
+
+    def shown() -> list[str]:
+        return page.locator(".glass-lane h3").all_inner_texts()
+
+    def playing() -> bool:
+        return page.locator("dialog .glass-transport button >> nth=2").text_content() == "Pause"
+
+    first, second = lesson["scenes"][:2]
+    wait_for_page("Space", first["ask"], first)
+    asked = shown()
+    wait_for_page("Space", first["reveal"], first)
+    wait_for_page("Space", second["ask"], second)
+    following = shown()
+    assert following != asked and not playing()
+    wait_for_page("Backspace", first["reveal"], first)
+    page.wait_for_function(f"document.querySelector('.glass-lane h3').innerText === {asked[0]!r}")
+    assert shown() == asked and playing()
+    wait_for_page("Backspace", first["ask"], first)
+    assert not playing() and "0 tokens" in page.inner_text(".glass-lane .glass-figure >> nth=0")
+    assert page.locator("dialog .glass-curve").is_hidden()  # it would tell
+    assert f"lesson={number}" in page.url
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog", state="detached")
+    assert "lesson" not in page.url
+    assert seen.errors == []
+
+
+@pytest.mark.browser
+def test_a_recording_that_did_not_come_is_asked_for_again(tiny, visit):  # noqa: F811
+    _, port = tiny
+    seen = visit(port)
+    page = seen.page
+    page.route("**/lessons/trace/*", lambda route: route.abort(), times=1)
+    page.click("text=Lessons")
+    page.wait_for_selector(".glass-lesson .glass-big")
+    page.keyboard.press("Space")
+    page.wait_for_selector(".glass-stage > p")
+    page.keyboard.press("Backspace")
+    page.keyboard.press("Space")
+    page.wait_for_selector(".glass-stage .glass-playback")
+    assert page.locator(".glass-stage > p").count() == 0
+
+
+@pytest.mark.browser
+def test_who_wants_no_motion_sees_the_end(tiny, visit):  # noqa: F811
+    _, port = tiny
+    seen = visit(port, reduced_motion="reduce")
+    page = seen.page
+    page.click("text=Lessons")
+    page.wait_for_selector(".glass-lesson .glass-big")
+    page.keyboard.press("Space")
+    page.wait_for_selector(".glass-playback")
+    page.keyboard.press("1")
+    page.wait_for_selector(".glass-lesson .glass-verdict")
+    assert "finished at" in page.inner_text(".glass-lane .glass-figure >> nth=0")
+    assert page.locator("dialog .glass-transport button >> nth=2").text_content() == "Play"

@@ -18,6 +18,8 @@ from app import open_port
 from engine import LLM
 from tests.support import tiny_llm
 from visualizer import EngineHost, build_app
+from visualizer.letters import slot_letter
+from visualizer.routes import StaticFiles
 from visualizer.visitors import GRACE
 
 pytestmark = pytest.mark.browser
@@ -78,8 +80,8 @@ def tiny():
 class Page:
     """A browser page with what went wrong on it."""
 
-    def __init__(self, browser, port: int, width: int = 1440, height: int = 900):
-        self.context = browser.new_context(viewport={"width": width, "height": height})
+    def __init__(self, browser, port: int, width: int = 1440, height: int = 900, **context):
+        self.context = browser.new_context(viewport={"width": width, "height": height}, **context)
         self.page = self.context.new_page()
         self.page.set_default_timeout(SLOW)
         self.errors: list[str] = []
@@ -122,6 +124,11 @@ class Page:
     def no_sideways_scroll(self) -> bool:
         return self.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
+    def module(self, name: str, what: str):
+        """What an expression of JavaScript makes of one of the page's modules, `m`."""
+        address = f"gradio_api/glass/static/{StaticFiles().version}/{name}"
+        return self.page.evaluate(f"import('/{address}').then((m) => {what})")
+
     def close(self) -> None:
         self.context.close()
 
@@ -130,8 +137,8 @@ class Page:
 def visit(browser):
     pages: list[Page] = []
 
-    def visit(port: int, **size) -> Page:
-        pages.append(Page(browser, port, **size))
+    def visit(port: int, **context) -> Page:
+        pages.append(Page(browser, port, **context))
         return pages[-1]
 
     yield visit
@@ -313,6 +320,18 @@ def test_pictures_follow_the_theme(tiny, visit):
     light = seen.picture("blocks")
     seen.page.evaluate("document.body.classList.toggle('dark')")
     seen.page.wait_for_function(f"document.querySelector('#glass-blocks canvas').toDataURL() !== {light!r}")
+    heard = seen.module(
+        "theme.js",
+        """new Promise((done) => {
+          const leave = m.onThemeChange(() => done('one who left'));
+          m.onThemeChange(() => done('one who stayed'));
+          leave();
+          leave(); // once more, as whatever is closed twice does, takes nobody else away
+          document.body.classList.toggle('dark');
+          setTimeout(() => done('nobody'), 5000);
+        })""",
+    )
+    assert heard == "one who stayed"
 
 
 def test_hovering_a_cell_names_its_request(tiny, visit):
@@ -327,6 +346,113 @@ def test_hovering_a_cell_names_its_request(tiny, visit):
     tooltip.filter(has_text=re.compile("Slot A")).wait_for()
     seen.page.keyboard.press("Escape")
     assert not tooltip.is_visible()
+
+
+def test_a_tap_names_its_request_until_the_next_one(tiny, visit):
+    _, port = tiny
+    seen = visit(port, width=360, height=740, has_touch=True)
+    page = seen.page
+    tooltip = page.locator(".glass-tooltip")
+    page.locator("#glass-blocks canvas").first.tap(position={"x": 12, "y": 12})
+    tooltip.filter(has_text="Block 0").wait_for()
+    page.locator("#glass-blocks h2").tap()
+    tooltip.wait_for(state="hidden")
+
+
+def test_arrow_keys_reach_the_queue_and_are_said(tiny, visit):
+    _, port = tiny
+    seen = visit(port)
+    page = seen.page
+    seen.send("hello")
+    seen.wait_for_cards(1, "finished")
+    page.locator("#glass-timeline canvas").first.focus()
+    page.keyboard.press("ArrowLeft")
+    said = page.locator(".glass-unseen[role=status]")
+    assert said.inner_text().startswith("Slot A, request #")
+    for _ in range(20):
+        page.keyboard.press("ArrowDown")
+    assert re.search(r"^Step [\d\s]+, \w+, 0 waiting, \d slots in use$", said.inner_text())
+    page.keyboard.press("ArrowUp")
+    assert said.inner_text().startswith("Slot H")
+
+
+def test_screen_readers_hear_what_changes_and_not_each_step(tiny, visit):
+    _, port = tiny
+    seen = visit(port)
+    page = seen.page
+    page.evaluate(
+        """() => {
+          window.heard = [];
+          const hear = (changes) => changes.forEach(({ target }) => {
+            const node = target.closest ? target : target.parentElement;
+            const region = node.closest('[role=status], [aria-live]');
+            if (region) window.heard.push(region.textContent);
+          });
+          const all = { subtree: true, childList: true, characterData: true };
+          new MutationObserver(hear).observe(document.body, all);
+        }"""
+    )
+    start = page.evaluate("window.glassStore.newest.step")
+    page.click("#glass-eight")
+    seen.wait_for_cards(8, "finished")
+    page.click(".glass-transport >> text=Pause")
+    page.wait_for_selector(".glass-pill[data-state=past]")
+    for _ in range(5):
+        page.keyboard.press("ArrowLeft")
+    assert page.evaluate("window.glassStore.newest.step") > start + 20
+    heard = page.evaluate("window.heard")
+    assert "PAUSED" in heard and len(heard) <= 4, heard
+    page.click(".glass-live")
+    # The text alternatives rest for five seconds after each change, and end with the last.
+    page.wait_for_function(
+        "document.querySelector('#glass-blocks canvas').ariaLabel.includes('pool: 0 of 128')"
+    )
+
+
+def test_letters_are_the_same_in_all_pictures_and_fit_every_pool(tiny, visit):
+    _, port = tiny
+    seen = visit(port)
+    letters = seen.module("theme.js", "[...Array(256).keys()].map(m.slotLetter)")
+    assert letters == [slot_letter(slot) for slot in range(256)]
+    for width in (320, 640, 1000, 1700):
+        cells = seen.module("blocks.js", f"[16, 128, 1024, 4096].map((n) => m.layout(n, {width}))")
+        assert all(cell["wide"] >= 14 and cell["tall"] >= 14 for cell in cells)
+        assert all(cell["columns"] * (cell["wide"] + 3) - 3 < width - 3.9 for cell in cells)
+
+
+def test_the_cursor_in_a_pool_survives_a_smaller_one(tiny, visit):
+    _, port = tiny
+    seen = visit(port)
+    page = seen.page
+    tooltip = page.locator(".glass-tooltip strong")
+    page.locator("#glass-blocks canvas").first.focus()
+    for key in ("ArrowRight", *["ArrowDown"] * 3):
+        page.keyboard.press(key)
+    assert int(re.search(r"\d+", tooltip.inner_text())[0]) > 90
+    page.click("text=Sandbox")
+    page.wait_for_function("window.glassStore.info?.num_blocks === 64")
+    page.locator("#glass-blocks canvas").first.focus()
+    page.keyboard.press("ArrowLeft")
+    assert tooltip.inner_text().startswith("Block 62")
+    page.click(".glass-sandbox >> text=Close")
+
+
+def test_when_the_engine_breaks_its_requests_end_on_the_page(visit):
+    host = EngineHost.of(tiny_llm(max_num_seqs=1))
+    with serving(host) as port:
+        seen = visit(port)
+        host.live.runner.pause()
+        for number in range(3):
+            seen.send(f"prompt {number}")
+        seen.wait_for_cards(3, "waiting")
+        scheduler = host.live.llm.engine._scheduler
+        scheduler.schedule = scheduler.check_integrity = scheduler.remove = lambda *_: 1 / 0
+        host.live.runner.resume()
+        seen.page.wait_for_selector(".glass-banner[data-state=failed]")
+        seen.wait_for_cards(3, "finished")
+        states = seen.page.locator(".glass-card header b").all_inner_texts()
+        assert states == ["failed"] * 3
+    host.close()
 
 
 def test_it_comes_back_after_a_restart(browser, visit):

@@ -55,7 +55,8 @@ def test_a_moment_travelled_to_is_what_the_engine_held(busy):
     for step in (steps[3], steps[-5], steps[len(steps) // 2], steps[10], steps[11]):
         seen.page.evaluate(
             "(step) => { const { player, history } = window.glassStore;"
-            "player.pause(); player.go(history.positionOfStep(step)); }",
+            "player.pause();"
+            "player.go(history.first + history.frames.findIndex(({ strip }) => strip.step >= step)); }",
             step,
         )
         moment = seen.page.evaluate(SHOWN)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
+import weakref
+from concurrent.futures import TimeoutError as FutureTimeout
 
 import pytest
 from fastapi.testclient import TestClient
 
 from engine.events import EngineInfo
+from engine.trace import Trace, parse_trace
 from tests.support import assert_solo, greedy, tiny_llm
 from tests.test_feed import Picture, picture_of
 from tests.test_page import BASE, poll, prompt, wait_for
@@ -105,6 +109,78 @@ def test_prompts_go_there_while_it_is_open_and_then_to_the_live_engine(host, cli
     told = {c["number"]: c["told"]["where"] for c in poll(client, token)["own"]["cards"]}
     assert told == {1: "sandbox", 2: "live"}
     assert "no sandbox" in tell(client, token, "step", status=409)["error"]
+
+
+def test_a_closed_one_is_freed_though_its_answers_are_kept(host, client):
+    token = host.live.visitors.open("keeps")
+    tell(client, token, "open")
+    engine = weakref.ref(host.live.sandboxes.get(token).runner._engine)
+    host.live.visitors.submit("keeps", [prompt(host, max_tokens=3), prompt(host, max_tokens=100)])
+    tell(client, token, "step", 8)
+    tell(client, token, "close")
+    gc.collect()
+    assert engine() is None
+    finish = [card.handle.finish_reason for card in host.live.visitors._by_token[token].cards.values()]
+    assert finish == ["length", "abort"]
+    assert host.live.visitors.stop(token, 1)  # which changes nothing
+
+
+def test_one_command_at_a_time(host):
+    box = host.live.sandboxes.open("t")
+    original, inside, go_on = box.runner.step_once, threading.Event(), threading.Event()
+
+    def slow(timeout):
+        inside.set()
+        assert go_on.wait(20)
+        return original(timeout)
+
+    box.runner.step_once = slow
+    box.runner.submit([1, 2], greedy(5))
+    stepping = threading.Thread(target=box.command, args=("step", 2))
+    stepping.start()
+    assert inside.wait(20)
+    for action, value in (("step", 1), ("resume", None), ("mode", "static")):
+        with pytest.raises(SandboxRefused, match="still busy"):
+            box.command(action, value)
+    go_on.set()
+    stepping.join(20)
+    box.command("step", 1)
+    assert box.runner.stats().step == 3
+
+
+def test_a_command_holds_its_thread_only_so_long(host, monkeypatch):
+    box = host.live.sandboxes.open("t")
+    now = [0.0]
+    monkeypatch.setattr(sandbox_module.time, "monotonic", lambda: now[0])
+    left = []
+
+    def slow(timeout):
+        left.append(timeout)
+        if timeout < 3:
+            raise FutureTimeout
+        now[0] += 3
+
+    box.runner.step_once = slow
+    with pytest.raises(SandboxRefused, match="2 of 32 were taken in 8 seconds"):
+        box.command("step", 32)
+    assert left == [8, 5, 2]
+
+
+def test_its_recording_is_its_visitors(host, client):
+    token, other = host.live.visitors.open("records"), host.live.visitors.open("another")
+    tell(client, token, "open")
+    host.live.visitors.submit("records", [prompt(host, max_tokens=5)])
+    tell(client, token, "step", 3)
+    answer = client.post(f"{BASE}/sandbox/trace", json={"token": token, "format": "jsonl"})
+    assert 'filename="glass-engine-sandbox.jsonl"' in answer.headers["content-disposition"]
+    trace = parse_trace(answer.content)
+    assert trace == Trace(*host.live.sandboxes.get(token).runner.events.recording()) and trace.events
+    for body, status in (
+        ({"token": other, "format": "jsonl"}, 409),
+        ({"token": "", "format": "jsonl"}, 403),
+        ({"token": token, "format": ["pdf"]}, 400),
+    ):
+        assert client.post(f"{BASE}/sandbox/trace", json=body).status_code == status
 
 
 def test_nobody_else_sees_or_moves_it(host, client):

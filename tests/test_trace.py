@@ -205,6 +205,7 @@ def block(*values) -> dict:
         (block(0, "used", ["0"], -1, 1, 1), "used with 1 owners"),
         ({"blocks": [[0, "free", [], -1, 0, 0]] * 2}, "there twice"),
         (block(0, "free", []), "must have 6 parts"),
+        (block(0, "used", ["0"], 2**32 - 2, 1, 1), "piece 4294967294 of a table"),
         ({"slots": [[9, "0", "decode", 1, 1, 1, 1]]}, "slot 9 is out of order"),
         ({"slots": []}, "a request that has a slot is missing"),
         ({"num_free": 400}, "do not add up to 9"),

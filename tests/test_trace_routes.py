@@ -81,6 +81,18 @@ def test_what_happened_can_be_taken_home_and_brought_back(host, client):
     assert picture.strip["running"] == 0 and picture.keyframes == 1
 
 
+def test_the_same_recording_is_packed_once_however_it_is_asked_for(host, client, monkeypatch):
+    run_some(host)
+    last = host.live.runner.stats().step
+    packed = []
+    monkeypatch.setattr("visualizer.trace_routes.pack", lambda *args: packed.append(1) or pack(*args))
+    texts = {client.get(f"{BASE}/trace?since={since}").text for since in (-5, 0, 1)}
+    assert len(packed) == 1 and len(texts) == 1
+    for since in (last + 1, last + 2, 10**15):
+        client.get(f"{BASE}/trace?since={since}")
+    assert len(packed) == 2
+
+
 def test_it_opens_in_perfetto(host, client):
     run_some(host)
     answer = client.get(f"{BASE}/trace?format=chrome")

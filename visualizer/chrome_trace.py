@@ -29,7 +29,7 @@ from visualizer.tracks import Tracks
 
 ENGINE, SLOTS, QUEUE = 1, 2, 3  # process ids
 STEPS = 1  # the engine's thread id; a slot's is its number + 1
-STAGES = ("schedule", "prepare", "forward", "sample", "emit")
+STAGES = ("schedule", "prepare", "forward", "sample", "postprocess")
 
 Entry = dict[str, Any]
 

@@ -13,7 +13,7 @@ all of them, and a player can go through a sequence of frames one step at a time
             the blocks that changed; written is 1 if tokens were written in this moment
     slots   [[slot, key, prompt, computed, total, preemptions, cached], ...]: who sits where now
     bins    [[busy seconds, tokens a second, mode], ...]: new points of the throughput curve
-    strip   the numbers of the metric strip (`Measures.numbers`, and `_strip_now` here)
+    strip   the numbers of the metric strip (`Measures.numbers`, and `Framer.strip` here)
 
 A *keyframe* has `info` (the engine's, see `EngineInfo`) too and starts from nothing: its blocks are all
 that are not free, its steps, marks and bins those of the last minutes. Keys are public numbers of
@@ -86,6 +86,7 @@ class Framer:
         self._states: Counter[str] = Counter()
         self._empty = 0  # places for tokens in owned blocks that hold none
         self._running: dict[str, int] = {}  # request id -> slot
+        self._num_finished = 0
         self.restart(keyframe)
 
     @property
@@ -151,6 +152,7 @@ class Framer:
             self._running[event.request_id] = event.slot
         elif event.kind in ("preempted", "finished", "aborted"):
             self._running.pop(event.request_id, None)
+            self._num_finished += event.kind == "finished"
         if event.kind == "first_token" and (track := self.tracks.get(event.request_id)):
             self.measures.first_token(self.replica.mode, track.ttft or 0.0)
         if event.kind in MARKED and event.reason != "mode" and slot is not None:
@@ -211,6 +213,7 @@ class Framer:
             "held": states["used"] + states["reserved"],
             "cached": states["cached"],
             "free": states["free"],
+            "finished": self._num_finished,
             "empty_tokens": self._empty,
         }
 

@@ -6,6 +6,7 @@
     GET  race/ID/trace?arm=0&format=jsonl|chrome        one arm's trace, to save
 
     POST sandbox {token, do, value}             {sandbox: status or null}
+    POST sandbox/trace {token, format}          what its engine's ring still holds, to save
 
 Status and result of a race: see `races`. A sandbox's commands: "open" (while a visitor has a sandbox, what
 it submits goes there), "close", and those of `Sandbox.command`: "pause", "resume", "step" (value: 1 to 32),
@@ -22,6 +23,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from engine.events import Mode, StepEvent
+from engine.trace import Trace
 from visualizer.frames import dumps
 from visualizer.host import EngineHost, LiveEngine
 from visualizer.http import HeavyWork, HttpError, gzipped_answer, json_answer, read_json
@@ -29,6 +31,8 @@ from visualizer.race import SIZES
 from visualizer.races import RaceRefused
 from visualizer.sandbox import SandboxRefused
 from visualizer.trace_routes import check_format, live_engine, pack, trace_file
+
+NO_SANDBOX = "You have no sandbox. One that is not used for some minutes is closed."
 
 
 def build_lab_routes(host: EngineHost, work: HeavyWork) -> APIRouter:
@@ -68,13 +72,16 @@ def build_lab_routes(host: EngineHost, work: HeavyWork) -> APIRouter:
         (mode,) = {event.mode for event in trace.events if isinstance(event, StepEvent)}
         return trace_file(request, packed, form, f"race-{mode}")
 
+    def check_token(live: LiveEngine, token: Any) -> str:
+        if not isinstance(token, str) or not live.visitors.knows(token):
+            raise HttpError(403, "The server does not know this page. Please load it again.")
+        return token
+
     @router.post("/sandbox")
     async def sandbox(request: Request) -> Response:
         body = await read_json(request)
-        token, action = body.get("token"), body.get("do")
         live = live_engine(host)
-        if not isinstance(token, str) or not live.visitors.knows(token):
-            raise HttpError(403, "The server does not know this page. Please load it again.")
+        token, action = check_token(live, body.get("token")), body.get("do")
         if not isinstance(action, str):
             raise HttpError(400, "Say what to do.")
         try:
@@ -82,6 +89,18 @@ def build_lab_routes(host: EngineHost, work: HeavyWork) -> APIRouter:
         except SandboxRefused as error:
             raise HttpError(409, str(error), sandbox=live.sandboxes.status(token)) from None
         return json_answer(dumps({"sandbox": live.sandboxes.status(token)}))
+
+    @router.post("/sandbox/trace")
+    async def sandbox_trace(request: Request) -> Response:
+        body = await read_json(request)
+        live = live_engine(host)
+        form = check_format(body.get("format"))
+        box = live.sandboxes.get(check_token(live, body.get("token")), use=True)
+        if box is None:
+            raise HttpError(409, NO_SANDBOX)
+        events = box.runner.events
+        packed = await work.run(lambda breathe: pack(Trace(*events.recording()), form, breathe))
+        return trace_file(request, packed, form, "sandbox")
 
     return router
 
@@ -97,4 +116,4 @@ def command(live: LiveEngine, token: str, action: str, value: Any) -> None:
     elif box := live.sandboxes.get(token, use=True):
         box.command(action, value)
     else:
-        raise SandboxRefused("You have no sandbox. One that is not used for some minutes is closed.")
+        raise SandboxRefused(NO_SANDBOX)

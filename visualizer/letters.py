@@ -1,9 +1,8 @@
-"""Slots by letter, as everywhere on the page: A to Z, then a to z, then from the start again."""
+"""Slots by letter, as everywhere on the page: A to Z, then AA to AZ, BA to BZ: no two look alike."""
 
 import string
 
-LETTERS = string.ascii_uppercase + string.ascii_lowercase
-
 
 def slot_letter(slot: int) -> str:
-    return LETTERS[slot % len(LETTERS)]
+    more, last = divmod(slot, 26)
+    return (slot_letter(more - 1) if more else "") + string.ascii_uppercase[last]

@@ -57,6 +57,7 @@ class Measures:
     def __init__(self, info: EngineInfo):
         self._info = info
         self._recent: deque[tuple[float, float, int]] = deque()  # end of step, busy seconds, tokens
+        self._recent_busy, self._recent_tokens = 0.0, 0  # their sums
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._last: StepEvent | None = None
         self._bin_mode = ""
@@ -67,6 +68,8 @@ class Measures:
         # (busy seconds since the start, tokens per second, mode): the throughput curve
         self.bins: deque[tuple[float, float, str]] = deque(maxlen=MAX_BINS)
         self.num_bins = 0  # ever made
+        self.tokens = 0  # ever made, in all modes, as is `wasted`
+        self.wasted = 0  # slot-steps idle while somebody waited
 
     def of(self, mode: str) -> ModeTotals:
         return self.totals.setdefault(mode, ModeTotals())
@@ -80,14 +83,23 @@ class Measures:
             totals.tokens += tokens
             totals.busy += busy
         totals.slot_steps += self._info.max_num_seqs
-        if event.num_waiting:
-            totals.idle_slot_steps += self._info.max_num_seqs - len(event.slots)
+        wasted = self._info.max_num_seqs - len(event.slots) if event.num_waiting else 0
+        totals.idle_slot_steps += wasted
+        self.tokens += tokens
+        self.wasted += wasted
         self._step_seconds.append(event.times.total)
-        self._recent.append((event.time, busy, tokens))
-        while self._recent and self._recent[0][0] < event.time - WINDOW:
-            self._recent.popleft()
+        self._note_recent(event.time, busy, tokens)
         self._add_to_bin(event.mode, tokens, busy)
         self._last = event
+
+    def _note_recent(self, time: float, busy: float, tokens: int) -> None:
+        self._recent.append((time, busy, tokens))
+        self._recent_busy += busy
+        self._recent_tokens += tokens
+        while self._recent[0][0] < time - WINDOW:
+            _, busy, tokens = self._recent.popleft()
+            self._recent_busy -= busy
+            self._recent_tokens -= tokens
 
     def pause(self) -> None:
         """The next step does not follow on the last one: the time between them is nobody's."""
@@ -135,10 +147,9 @@ class Measures:
 
     def rate(self, quiet: float) -> float:
         """Tokens per second over the last two seconds. `quiet`: seconds since the last step was seen."""
-        busy = sum(seconds for _, seconds, _ in self._recent)
-        if quiet > SLOWEST_RATE_AGE or not busy:
+        if quiet > SLOWEST_RATE_AGE or self._recent_busy < 1e-9:  # sums of fractions do not come back to 0
             return 0.0
-        return sum(tokens for *_, tokens in self._recent) / busy
+        return self._recent_tokens / self._recent_busy
 
     def speedup(self, mode: str) -> tuple[str, float] | None:
         """(mode, how many times the naive mean), for `mode` or, in naive mode, for the fastest other."""
@@ -155,7 +166,7 @@ class Measures:
         return max(others.items(), key=lambda item: item[1]) if mode == "naive" and others else None
 
     def numbers(self, mode: str, quiet: float) -> dict[str, Any]:
-        """The numbers of the metric strip, as JSON data."""
+        """The numbers of the metric strip, as JSON data. `wasted` and `slot_steps` are of this mode."""
         last, totals = self._last, self.of(mode)
         fast = self.speedup(mode)
         steps = self._step_seconds
@@ -168,6 +179,8 @@ class Measures:
             "step_ms": round(1000 * sum(steps) / len(steps), 1) if steps else None,
             "wasted": totals.idle_slot_steps,
             "slot_steps": totals.slot_steps,
+            "all_tokens": self.tokens,
+            "all_wasted": self.wasted,
             "means": {
                 name: [round(t.mean, 1), t.tokens, round(t.busy, 1)]
                 for name, t in self.totals.items()

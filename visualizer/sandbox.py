@@ -21,7 +21,7 @@ MOST = 4  # at a time, of all visitors
 IDLE = 300.0  # seconds without a command or a prompt after which a sandbox is closed
 POOL_TOKENS, SLOTS, MODEL_LEN = 1024, 8, 512  # of a sandbox's engine, at most
 MOST_STEPS = 32  # of one command
-STEP_TIMEOUT = 30.0  # seconds
+MOST_SECONDS = 8.0  # of one command, all its steps together: it holds one of the server's threads
 
 
 class SandboxRefused(ValueError):
@@ -39,6 +39,7 @@ class Sandbox:
         # One reader only, who polls: the feed needs no thread, it moves when it is read.
         self.feed = Feed(engine.events)
         self.used = now
+        self._commanded = threading.Lock()  # held by the command that is carried out
 
     def read(self, cursor: str | None) -> str:
         """JSON members of an answer to a poll, as `Feed.read`."""
@@ -46,7 +47,12 @@ class Sandbox:
         return self.feed.read(cursor)
 
     def command(self, action: str, value: Any = None) -> None:
-        """pause, resume, step (value: how many, default 1), mode (value: which). Raises SandboxRefused."""
+        """pause, resume, step (value: how many, default 1), mode (value: which), one at a time.
+
+        Raises SandboxRefused.
+        """
+        if not self._commanded.acquire(blocking=False):
+            raise SandboxRefused("Your sandbox is still busy with your last command. Please wait for it.")
         try:
             match action:
                 case "pause":
@@ -62,6 +68,8 @@ class Sandbox:
                     raise SandboxRefused(f"A sandbox cannot {action[:40]!r}.")
         except RuntimeError as error:  # shut down meanwhile, or unhealthy
             raise SandboxRefused(f"The sandbox does not work any more: {error}.") from error
+        finally:
+            self._commanded.release()
 
     def _pause(self) -> None:
         self.runner.pause()
@@ -79,11 +87,15 @@ class Sandbox:
             raise SandboxRefused(f"Choose 1 to {MOST_STEPS} steps.")
         self._pause()
         before = self.runner.stats().step
-        try:
-            for _ in range(count):
-                self.runner.step_once(STEP_TIMEOUT)
-        except FutureTimeout:
-            raise SandboxRefused("This step takes long. Please wait for it.") from None
+        end = time.monotonic() + MOST_SECONDS
+        for done in range(count):
+            try:
+                self.runner.step_once(max(0.0, end - time.monotonic()))
+            except FutureTimeout:  # what was begun is not taken back
+                raise SandboxRefused(
+                    f"These steps take long: {done} of {count} were taken in {MOST_SECONDS:.0f} seconds, "
+                    "and one more is under way."
+                ) from None
         if self.runner.stats().step == before:
             raise SandboxRefused("There is nothing to step: send the sandbox a prompt first.")
 

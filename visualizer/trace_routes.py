@@ -4,15 +4,16 @@
                                                  a step on (`EventBus.recording`); without `since`, all
     POST replay, the body a JSONL trace          {frames, summary}: see `frames`, `summary.summarise`
 
-"Recording" needs nothing on the server: a page remembers the step at which it began, and asks for what
-came since. An uploaded trace is not kept either: the answer is all that there is of it. What goes wrong
-is said as {error} with a status of 4xx or 503, with the `line` of the trace if it is about one.
+Nothing has to be started for that: the ring holds what just happened. An uploaded trace is not kept: the
+answer is all that there is of it. What goes wrong is said as {error} with a status of 4xx or 503, with the
+`line` of the trace if it is about one.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -63,8 +64,8 @@ def pack(trace: Trace, form: str, breathe: Breathe) -> bytes:
     return gzip.compress(text.encode(), compresslevel=1)
 
 
-def check_format(form: str) -> str:
-    if form not in FORMATS:
+def check_format(form: Any) -> str:
+    if not isinstance(form, str) or form not in FORMATS:
         raise HttpError(400, f"Choose the format {' or '.join(FORMATS)}.")
     return form
 
@@ -103,9 +104,10 @@ def build_trace_routes(host: EngineHost, work: HeavyWork) -> APIRouter:
         bus = live_engine(host).runner.events
 
         def build(breathe: Breathe) -> bytes:
-            key = (form, since, bus.next_seq)
+            trace = Trace(*bus.recording(since))
+            key = (form, trace.keyframe.seq, len(trace.events))  # many a `since` asks for the same
             if key not in cache:
-                packed = pack(Trace(*bus.recording(since)), form, breathe)
+                packed = pack(trace, form, breathe)
                 cache.clear()
                 cache[key] = packed
             return cache[key]

@@ -13,7 +13,8 @@ from engine.events import BlockDelta, Event
 def follow(blocks: dict[int, BlockDelta], events: Iterable[Event]) -> None:
     """Bring `blocks`, the last that was told of each physical block, up to date, in place.
 
-    Each event has the blocks that changed, `event.blocks`, in their new state (see `BlockDelta`).
+    Each event, of whatever kind, has the blocks that changed, `event.blocks`, in their new state (see
+    `BlockDelta`).
     """
     raise NotImplementedError("exercise 8: follow")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,12 @@ from tests.support import tiny_loaded
 def test_bytes_are_those_of_the_engines_cache(exercise, dtype):
     config = tiny_loaded().config
     assert 16 * exercise.bytes_per_token(config, dtype.itemsize) == KVCache.bytes_per_block(config, 16, dtype)
+
+
+def test_bytes_of_the_model_in_the_chapter(exercise):
+    """SmolLM2-135M: nine heads make queries, and share three heads of keys and values."""
+    config = replace(tiny_loaded().config, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64)
+    assert exercise.bytes_per_token(config, 4) == 46_080
 
 
 @pytest.mark.parametrize(("num_prompt", "num_output"), [(5, 1), (1, 7), (20, 12)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -20,13 +21,18 @@ def requests(*priorities: int) -> list[Request]:
 
 def test_the_latest_arrival_goes(exercise):
     running = requests(0, 0, 0)
-    last = running[-1]
-    random.Random(5).shuffle(running)
-    assert exercise.choose_victim(running) is last
+    for order in itertools.permutations(running):  # it does not matter how they are listed
+        assert exercise.choose_victim(list(order)) is running[-1]
 
 
 def test_whoever_matters_less_goes_before(exercise):
     running = requests(0, 5, 0)  # a lower number goes first
+    assert exercise.choose_victim(running) is running[1]
+
+
+def test_who_was_overtaken_often_enough_stays(exercise):
+    running = requests(0, 0, 5)
+    running[-1].is_overdue = True  # now it goes before any priority
     assert exercise.choose_victim(running) is running[1]
 
 

@@ -28,6 +28,12 @@ def test_the_same_tokens_behind_another_beginning_are_another_block(exercise):
     assert exercise.block_keys([*same, *same], 4)[0] != exercise.block_keys([*same, *same], 4)[1]
 
 
+def test_a_difference_far_back_counts_too(exercise):
+    """The third blocks are the same, and so are the second ones. The first are not."""
+    same = [7] * 8
+    assert exercise.block_keys([1] * 4 + same, 4)[2] != exercise.block_keys([2] * 4 + same, 4)[2]
+
+
 def test_no_hits_beyond_a_gap(exercise):
     prompt = list(range(1, 20))
     known = set(exercise.block_keys(prompt, 4))

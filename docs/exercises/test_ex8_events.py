@@ -25,7 +25,10 @@ def test_the_newest_state_of_a_block_counts(exercise):
 
 @pytest.mark.parametrize("mode", ["naive", "static", "continuous"])
 def test_your_block_tables_are_the_engines(exercise, mode):
-    """Requests of all lengths, which share prompts and are put out for lack of blocks."""
+    """Requests of all lengths, which share prompts and are put out for lack of blocks.
+
+    Blocks change hands between two steps too: one request is aborted, and once the mode is switched.
+    """
     rng = random.Random(8)
     engine = make_engine(tiny_loaded(), mode, num_blocks=12, max_model_len=96)
     shared = tokens(rng, 32)
@@ -35,8 +38,14 @@ def test_your_block_tables_are_the_engines(exercise, mode):
         engine.add_request(f"r{number}", prompt, params)
     blocks: dict[int, BlockDelta] = {}
     cursor = 0
+    steps = 0
     while engine.has_unfinished():
         engine.step()
+        steps += 1
+        if steps == 3:
+            engine.abort(engine._scheduler.running[0].request_id)
+        if steps == 12:
+            engine.set_mode("continuous" if mode == "static" else "static")
         reading = engine.events.read(cursor)
         cursor = reading.cursor
         exercise.follow(blocks, reading.events)

@@ -15,7 +15,8 @@ WIDE, TALL = 0.84, 1.15  # of a cell; the next one is 1 to the right, 1.3 below
 DOWN = 1.3
 WIDTH = 900  # pixels that the figure is laid out for
 ROWS = ((64, 2), (200, 4), (800, 8), (2048, 16))  # (most blocks, rows)
-SHARED = "#56b4e9"  # of the legend
+MARGIN, TOP, BOTTOM = 28, 84, 12  # pixels around it
+GAP, LEGEND, KEY = 22, 30, 16  # pixels: above the legend, its height, and what is 1 to the right in it
 
 
 class _Shapes:
@@ -32,7 +33,7 @@ class _Shapes:
         xs.append(None)
         ys.append(None)
 
-    def draw(self, figure: go.Figure) -> None:
+    def draw(self, figure: go.Figure, axes: str = "") -> None:
         for (fill, line, dash, width, pattern), (xs, ys) in self._groups.items():
             figure.add_scatter(
                 x=xs,
@@ -46,6 +47,8 @@ class _Shapes:
                 else None,
                 hoverinfo="skip",
                 showlegend=False,
+                xaxis=f"x{axes}",
+                yaxis=f"y{axes}",
             )
 
 
@@ -72,18 +75,19 @@ def blocks(
     vacant = f", with {empty:,} of their {places:,} token places empty" if held else ""
     sentence = f"{len(held)} of {info.num_blocks} blocks held{vacant}; {cached} cached, {free} free"
     cell = min(34.0, (WIDTH - 60) / across)
+    high = rows * DOWN * cell + GAP + LEGEND  # pixels, without margins
     figure = new_figure(
         ink,
         f"KV block pool after step {replica.step:,}, {replica.mode}",
         sentence,
         f"KV block pool of {info.model} after step {replica.step}, {replica.mode} mode: {sentence}.",
-        height=round(rows * DOWN * cell + 84 + 64),
-        margin={"l": 28, "r": 28, "t": 84, "b": 64},
+        height=round(high + TOP + BOTTOM),
+        margin={"l": MARGIN, "r": MARGIN, "t": TOP, "b": BOTTOM},
         hovermode="closest",
     )
     slots = {view.request_id: view.slot for view in replica.requests.values()}
-    shapes, above = _Shapes(), _Shapes()
-    words: list[tuple[float, float, str, str]] = []
+    shapes, grounds, above = _Shapes(), _Shapes(), _Shapes()
+    words: list[tuple[float, float, str, str, bool]] = []
     dots: list[tuple[float, float]] = []
     hover: list[tuple[float, float, str]] = []
     for block in replica.blocks:
@@ -94,27 +98,21 @@ def blocks(
         if block.state == "cached":
             dots.append(middle)
         if owners and cell >= 13:
-            full = block.filled / info.block_size > 0.6 and len(owners) == 1
+            full = block.filled / info.block_size > 0.7 and len(owners) == 1
             letter = slot_letter(owners[0]) if owners[0] is not None else "·"
             colour = slot_look(owners[0], ink).text if full else ink.ink
-            words.append((*middle, letter if len(owners) == 1 else f"×{len(owners)}", colour))
+            word = letter if len(owners) == 1 else f"×{len(owners)}"
+            words.append((*middle, word, colour, not full))
         if cell >= 13 and (len(owners) > 1 or block.state == "reserved"):
-            shapes.add((ink.panel, ink.panel, "solid", 0, ""), _ground(*middle, len(owners) > 1))
+            grounds.add((ink.panel, ink.panel, "solid", 0, ""), _ground(*middle, len(owners) > 1))
         if block.block in written:
             above.add(("", ink.ink, "solid", 2.2, ""), _box(x, y, 1.0))
         names = [f"#{tracks.key(owner)}" for owner in block.owners]
         hover.append((*middle, _explain(block, names, owners, info.block_size)))
-    shapes.draw(figure)
-    above.draw(figure)
+    for layer in (shapes, grounds, above):
+        layer.draw(figure)
     _add_words(figure, words, cell, ink)
-    figure.add_scatter(
-        x=[x for x, _ in dots],
-        y=[y for _, y in dots],
-        mode="markers",
-        marker={"color": ink.edge, "size": 3},
-        hoverinfo="skip",
-        showlegend=False,
-    )
+    _add_dots(figure, dots, ink)
     figure.add_scatter(
         x=[x for x, _, _ in hover],
         y=[y for _, y, _ in hover],
@@ -124,16 +122,18 @@ def blocks(
         hovertemplate="%{text}<extra></extra>",
         showlegend=False,
     )
-    _add_legend(figure, ink)
     figure.update_xaxes(visible=False, range=[-0.1, across], constrain="domain", constraintoward="left")
     figure.update_yaxes(
         visible=False,
         range=[-DOWN * rows, 0.15],
+        domain=[(GAP + LEGEND) / high, 1],
         scaleanchor="x",
         scaleratio=1,
         constrain="domain",
         constraintoward="top",
     )
+    kinds = {"shared" if len(block.owners) > 1 else block.state for block in replica.blocks}
+    _add_legend(figure, ink, kinds | ({"written"} if written else set()), LEGEND / high)
     return figure
 
 
@@ -191,34 +191,75 @@ def _explain(block: BlockDelta, names: list[str], slots: list[int | None], size:
     return "<br>".join(lines + who[:6] + ([f"and {len(who) - 6} more"] if len(who) > 6 else []))
 
 
-def _add_words(figure: go.Figure, words: list[tuple[float, float, str, str]], cell: float, ink: Inks) -> None:
-    by_look: dict[tuple[str, float], list] = defaultdict(list)
-    for x, y, text, colour in words:
-        by_look[colour, 0.42 if len(text) == 1 else 0.34].append((x, y, text))
-    for (colour, share), items in by_look.items():
+def _add_dots(figure: go.Figure, dots: list[tuple[float, float]], ink: Inks, axes: str = "") -> None:
+    figure.add_scatter(
+        x=[x for x, _ in dots],
+        y=[y for _, y in dots],
+        mode="markers",
+        marker={"color": ink.edge, "size": 3},
+        hoverinfo="skip",
+        showlegend=False,
+        xaxis=f"x{axes}",
+        yaxis=f"y{axes}",
+    )
+
+
+def _add_words(
+    figure: go.Figure, words: list[tuple[float, float, str, str, bool]], cell: float, ink: Inks
+) -> None:
+    by_look: dict[tuple[str, bool, float], list] = defaultdict(list)
+    for x, y, text, colour, halo in words:
+        by_look[colour, halo, 0.42 if len(text) == 1 else 0.34].append((x, y, text))
+    # Where a cell is filled in part, its letter lies half on the fill and half on the ground.
+    ways = [(x, y) for x in (-1, 0, 1) for y in (-1, 0, 1) if x or y]
+    around = ", ".join(f"{x}px {y}px 1px {ink.panel}" for x, y in ways)
+    for (colour, halo, share), items in by_look.items():
+        font = {"size": min(13, max(8, cell * share)), "color": colour}
         figure.add_scatter(
             x=[x for x, _, _ in items],
             y=[y for _, y, _ in items],
             text=[f"<b>{text}</b>" for _, _, text in items],
             mode="text",
-            textfont={"size": min(13, max(8, cell * share)), "color": colour},
+            textfont=font | ({"shadow": around} if halo else {}),
             hoverinfo="skip",
             showlegend=False,
         )
 
 
-def _add_legend(figure: go.Figure, ink: Inks) -> None:
-    blue = slot_look(4, ink)
-    square = {"symbol": "square", "size": 13}
-    for name, marker in (
-        ("in use", {"color": blue.fill, "line": {"color": blue.edge, "width": 1}}),
-        ("reserved, empty", {"symbol": "square-x-open", "color": blue.edge}),
-        (
-            "shared (× owners)",
-            {"symbol": "square-cross", "color": SHARED, "line": {"color": ink.ink, "width": 1}},
-        ),
-        ("cached", {"symbol": "square-open-dot", "color": ink.edge}),
-        ("free", {"symbol": "square-open", "color": ink.line}),
-        ("written in this step", {"symbol": "square-open", "color": ink.ink, "line": {"width": 2.5}}),
-    ):
-        figure.add_scatter(x=[None], y=[None], mode="markers", name=name, marker=square | marker)
+KEYS = (  # of the legend: (what is to be seen, a block of 16 that shows it, its owners' slots, in words)
+    ("used", BlockDelta(0, "used", ("a",), 0, 1, 11), (4,), "in use, filled from below"),
+    ("reserved", BlockDelta(0, "reserved", ("a",), 0, 1, 0), (4,), "reserved, nothing in it"),
+    ("shared", BlockDelta(0, "used", ("a", "b"), 0, 2, 16), (0, 1), "shared, with its count"),
+    ("cached", BlockDelta(0, "cached", (), -1, 0, 16), (), "cached, idle"),
+    ("free", BlockDelta(0, "free", (), -1, 0, 0), (), "free"),
+    ("written", BlockDelta(0, "used", ("a",), 0, 1, 11), (4,), "written in this step"),
+)
+
+
+def _add_legend(figure: go.Figure, ink: Inks, kinds: set[str], share: float) -> None:
+    """Small cells, drawn as the large ones are, of what is to be seen. share: of the height, its own."""
+    shapes, above, x = _Shapes(), _Shapes(), 0.0
+    for kind, block, slots, words in KEYS:
+        if kind not in kinds:
+            continue
+        _draw(shapes, block, x, 0.0, 16, [slot_look(slot, ink) for slot in slots], ink)
+        if kind == "written":
+            above.add(("", ink.ink, "solid", 2.2, ""), _box(x, 0.0, 1.0))
+        if kind == "cached":
+            _add_dots(figure, [(x + WIDE / 2, -TALL / 2)], ink, "2")
+        place = {"x": x + 1.2, "y": -TALL / 2, "xref": "x2", "yref": "y2", "xanchor": "left"}
+        figure.add_annotation(text=words, showarrow=False, font={"size": 12}, **place)
+        x += 3.0 + 6.4 * len(words) / KEY
+    shapes.draw(figure, "2")
+    above.draw(figure, "2")
+    around = LEGEND / KEY - TALL
+    across = [-0.1, (WIDTH - 2 * MARGIN) / KEY]
+    figure.update_layout(
+        xaxis2={"visible": False, "range": across, "anchor": "y2"},
+        yaxis2={
+            "visible": False,
+            "range": [-TALL - around / 2, around / 2],
+            "domain": [0, share],
+            "anchor": "x2",
+        },
+    )

@@ -175,13 +175,12 @@ def step_anatomy(
     x = [event.step for event in shown]
     for stage in STAGES:
         ms = [1000 * getattr(event.times, stage) for event in shown]
-        name = "emit" if stage == "postprocess" else stage
         figure.add_bar(
             x=x,
             y=ms,
-            name=name,
+            name=stage,
             marker={"color": getattr(ink, stage), "line": {"width": 0}},
-            hovertemplate=f"{name}: %{{y:.2f}} ms<extra></extra>",
+            hovertemplate=f"{stage}: %{{y:.2f}} ms<extra></extra>",
             row=1,
             col=1,
         )

@@ -59,8 +59,9 @@ def race(a: Source, b: Source, *, theme: str = "light") -> go.Figure:
         annotation.update(x=0, xanchor="left", font={"size": 13, "color": ink.ink})
     for row, trace in enumerate(arms, 1):
         steps = steps_of(trace)
-        add_slots(figure, trace, steps, ink, row, "seconds", legend=row == 1)
-        add_marks(figure, trace, steps, ink, row, "seconds", legend=row == 1)
+        add_slots(figure, trace, steps, ink, row, "seconds", legend=True)
+        add_marks(figure, trace, steps, ink, row, "seconds")
+    _name_once(figure)
     for trace, name, number, dash in zip(arms, names, numbers, ("solid", "dot"), strict=True):
         colour = ink.mode(number["modes"][-1])
         tokens, blocks = _curves(trace)
@@ -90,6 +91,15 @@ def race(a: Source, b: Source, *, theme: str = "light") -> go.Figure:
     for row, title in ((3, "tokens"), (4, "blocks")):
         figure.update_yaxes(title_text=title, rangemode="tozero", nticks=4, row=row, col=1)
     return figure
+
+
+def _name_once(figure: go.Figure) -> None:
+    """What both arms have stands in the legend once."""
+    seen: set[str] = set()
+    for trace in figure.data:
+        if trace.showlegend is not False:
+            trace.showlegend = trace.name not in seen
+            seen.add(trace.name)
 
 
 def _names(numbers: list[dict]) -> list[str]:

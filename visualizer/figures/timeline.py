@@ -91,7 +91,8 @@ def timeline(
         row=2,
         col=1,
     )
-    figure.update_yaxes(title_text="queue", rangemode="tozero", nticks=3, row=2, col=1)
+    ticks = {"dtick": 1} if max(waiting) <= 3 else {"nticks": 3}  # there is no half a request
+    figure.update_yaxes(title_text="queue", rangemode="tozero", row=2, col=1, **ticks)
     figure.update_xaxes(range=[edges[0][0], edges[-1][1]])
     figure.update_xaxes(title_text="step" if clock == "steps" else "seconds", row=2, col=1)
     return figure
@@ -145,7 +146,7 @@ def _edges(steps: list[StepEvent], began: float, clock: str) -> list[tuple[float
 def add_slots(
     figure: go.Figure, trace: Trace, steps: list[StepEvent], ink: Inks, row: int, clock: str, legend: bool
 ) -> None:
-    """Add one bar for each run of equal steps in a slot."""
+    """Add one bar for each run of equal steps in a slot; the legend names the kinds that there are."""
     keys, num_slots = keys_of(trace), trace.keyframe.info.max_num_seqs
     edges = _edges(steps, trace.keyframe.time, clock)
     bars = {kind: _Bars() for kind in KINDS}
@@ -153,7 +154,7 @@ def add_slots(
         _runs(bars, slot, steps, edges, keys)
     for kind in KINDS:
         _add_bars(figure, bars[kind], kind, ink, row)
-        if legend:
+        if legend and bars[kind].slots:
             _add_key(figure, kind, ink)
     letters = [slot_letter(slot) for slot in range(num_slots)]
     every = 1 if num_slots <= 40 else 4
@@ -266,7 +267,6 @@ def add_marks(
     ink: Inks,
     row: int,
     clock: str,
-    legend: bool = True,
 ) -> None:
     """Add triangles: down where a request was injected, up where one was preempted."""
     keys = keys_of(trace)
@@ -294,7 +294,7 @@ def add_marks(
             text=[words for *_, words in points],
             hovertemplate="%{text}<extra></extra>",
             name=name,
-            showlegend=legend and bool(points),
+            showlegend=bool(points),
             row=row,
             col=1,
         )

@@ -5,6 +5,7 @@ import { hatch, inks, nobody, slotLetter, slotLook } from './theme.js';
 import { explorable } from './tooltip.js';
 
 const GAP = 3;
+const LEAST = 14; // pixels of a cell: letters and counts can be read in it
 const ARROWS = 16; // between the pool and the block table under it
 const TABLE = 18;
 
@@ -66,7 +67,7 @@ export function mountBlocks(root, store) {
     context.textAlign = 'left';
     context.fillStyle = ink.muted;
     if (!table.length) {
-      const hint = frame.clientWidth < 500 ? 'Point at a request to see its block table.'
+      const hint = frame.clientWidth < 500 ? 'Tap or point at a request to see its block table.'
         : 'Point at a request, here or in any panel, to see its block table; click to keep it.';
       const words = key === null ? hint
         : `#${key} holds no blocks at this moment.`;
@@ -103,10 +104,9 @@ export function mountBlocks(root, store) {
     const looks = slots.map((slot) => (slot === null ? nobody : slotLook(slot)));
     if (block.state === 'reserved') reserved(context, x, y, wide, tall, looks[0] || nobody);
     else used(context, x, y, wide, tall, block.filled / store.info.block_size, looks, ink);
-    if (wide < 11) return undefined;
     const shared = block.refs > 1;
     const full = block.filled / store.info.block_size > 0.7;
-    context.font = `600 ${Math.min(11, wide - 4)}px ${ink.font}`;
+    context.font = `600 ${Math.min(11, wide - 3)}px ${ink.font}`;
     context.textAlign = 'center';
     context.textBaseline = 'middle';
     const words = shared ? `×${block.refs}` : slotLetter(slots[0]);
@@ -114,7 +114,8 @@ export function mountBlocks(root, store) {
     if (shared) {
       const half = Math.min(wide / 2 - 1, context.measureText(words).width / 2 + 2);
       context.fillStyle = ink.panel;
-      context.fillRect(x + wide / 2 - half, middle - 7, 2 * half, 13);
+      const high = Math.min(13, tall - 4); // of the colours, some is seen above and below
+      context.fillRect(x + wide / 2 - half, middle - 0.5 - high / 2, 2 * half, high);
       context.fillStyle = ink.ink;
     } else {
       const partly = block.state === 'used' && !full; // half on the fill, half on the panel: with a halo
@@ -122,11 +123,11 @@ export function mountBlocks(root, store) {
       if (partly) {
         context.strokeStyle = ink.panel;
         context.lineWidth = 3;
-        context.strokeText(words, x + wide / 2, middle);
+        context.strokeText(words, x + wide / 2, middle, wide - 2);
         context.lineWidth = 1;
       }
     }
-    context.fillText(words, x + wide / 2, middle);
+    context.fillText(words, x + wide / 2, middle, wide - 2); // two letters, or ×12, drawn as narrow as need be
     return undefined;
   }
 
@@ -156,7 +157,8 @@ export function mountBlocks(root, store) {
 
   function walk([dx, dy]) {
     if (!shape) return null;
-    const next = (cursor ?? -1) + dx + dy * shape.columns;
+    const here = Math.min(cursor ?? -1, store.blocks.length - 1); // a pool that was larger is gone
+    const next = here + dx + dy * shape.columns;
     if (next < 0 || next >= store.blocks.length) return null;
     return {
       ...explain(next),
@@ -174,15 +176,14 @@ export function mountBlocks(root, store) {
 }
 
 /** Cells as large as the width allows: few rows for a small pool, small cells for a large one. */
-function layout(number, width) {
+export function layout(number, width) {
   const room = width - 4;
   const rowsWanted = number <= 64 ? 2 : number <= 200 ? 4 : number <= 400 ? 6 : number <= 800 ? 8 : 12;
   let columns = Math.max(1, Math.ceil(number / rowsWanted));
-  const least = width < 500 ? 14 : 9;
-  columns = Math.min(columns, Math.floor((room + GAP) / (least + GAP)));
+  columns = Math.min(columns, Math.floor((room + GAP) / (LEAST + GAP)));
   columns = Math.ceil(number / Math.ceil(number / columns)); // rows of equal length, if they can be
   const wide = Math.min(30, (room + GAP) / columns - GAP);
-  const tall = Math.max(11, Math.min(32, wide * 1.35));
+  const tall = Math.min(32, number > 800 ? wide : wide * 1.35);
   return { columns, rows: Math.ceil(number / columns), wide, tall };
 }
 

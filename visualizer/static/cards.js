@@ -74,19 +74,21 @@ function makeCard(card, store, feed) {
   const root = el('article', { class: 'glass-card', tabindex: '0' },
     el('header', {}, badge, state, details, stop), way,
     el('div', { class: 'glass-asked', dir: 'auto', title: card.prompt.slice(0, 2000) }, card.prompt), answer);
-  const isolate = () => store.isolate(card.key || null);
+  // Each engine numbers its requests by itself: those of the other are not in this picture.
+  const key = () => (card.where === feed.source && card.key) || null;
+  const isolate = () => store.isolate(key());
   root.addEventListener('pointerenter', isolate);
   root.addEventListener('focusin', isolate);
   root.addEventListener('pointerleave', () => store.isolate(null));
   root.addEventListener('click', (event) => {
-    if (!event.target.closest('button') && getSelection().isCollapsed && card.key) store.pin(card.key);
+    if (!event.target.closest('button') && getSelection().isCollapsed && key()) store.pin(key());
   });
   root.addEventListener('keydown', (event) => {
-    if (event.key === 'Enter' && event.target === root && card.key) store.pin(card.key);
+    if (event.key === 'Enter' && event.target === root && key()) store.pin(key());
     if (event.key === 'Escape') store.pin(null);
   });
   root.addEventListener('focusout', () => store.isolate(null));
-  return { card, look: null, root, badge, state, details, stop, way, answer };
+  return { card, key, look: null, root, badge, state, details, stop, way, answer };
 }
 
 function updateCard(node, card, store) {
@@ -99,7 +101,7 @@ function updateCard(node, card, store) {
     node.root.style.setProperty('--slot-text', look.text);
   }
   if (node.root.dataset.state !== card.state) node.root.dataset.state = card.state;
-  node.root.classList.toggle('glass-isolated', store.isolated !== null && store.isolated === card.key);
+  node.root.classList.toggle('glass-isolated', store.isolated !== null && store.isolated === node.key());
   setText(node.badge, card.state === 'finished' ? (SIGNS[card.finish] || '✓') : slotLetter(slot));
   setText(node.state, stateWords(card));
   setText(node.details, detailWords(card));
@@ -119,7 +121,7 @@ function stateWords(card) {
 
 /** The numbers beside the state. */
 function detailWords(card) {
-  const words = [];
+  const words = card.where === 'sandbox' ? ['sandbox'] : [];
   if (card.key) words.push(`#${card.key}`);
   if (card.state === 'waiting') {
     if (card.place) words.push(card.place === 1 ? 'next in line' : `${ordinal(card.place)} in line`);

@@ -8,6 +8,19 @@ export function el(tag, attributes = {}, ...children) {
   return node;
 }
 
+/** A button with words or a sign on it. The title says what it does, and is the name of one with a sign. */
+export function button(words, title, act) {
+  const node = el('button', { type: 'button', title }, words);
+  if (!/[a-z]/i.test(words)) node.setAttribute('aria-label', title);
+  node.addEventListener('click', act);
+  return node;
+}
+
+/** Whether the visitor asked for as little motion as can be. */
+export function wantsCalm() {
+  return matchMedia('(prefers-reduced-motion: reduce)').matches;
+}
+
 /** A panel's heading: its title, the sentence that says what it shows, and a place for a figure. */
 export function heading(title, sentence) {
   const figure = el('span', { class: 'glass-figure' });
@@ -88,11 +101,16 @@ export function whileInSight(panel, store, draw) {
 
 /** Say what a picture shows, at most every five seconds, for those who cannot see it. */
 export function summary(node) {
-  let spoken = 0;
+  let latest = '';
+  let timer = 0;
+  const say = () => {
+    timer = 0;
+    if (node.getAttribute('aria-label') === latest) return;
+    node.setAttribute('aria-label', latest);
+    timer = setTimeout(say, 5000); // what comes until then is said then, the last of it
+  };
   return (text) => {
-    const now = performance.now();
-    if (spoken && now - spoken < 5000) return;
-    spoken = now;
-    node.setAttribute('aria-label', text);
+    latest = text;
+    if (!timer) say();
   };
 }

@@ -1,5 +1,7 @@
 // The poll: one request in flight, often while the engine works, seldom while it rests, never unseen.
 
+import { el } from './dom.js';
+
 const ACTIVE = 200; // milliseconds between polls while something runs, until the server names its pace
 const IDLE = 1000;
 const FIRST_RETRY = 500;
@@ -43,22 +45,34 @@ export class Feed {
   }
 
   async post(path, body) {
-    const response = await fetch(this.links.base + path, {
+    return (await this.ask(path, body)).json();
+  }
+
+  async ask(path, body) {
+    return checked(await fetch(this.links.base + path, {
       method: 'POST',
       headers: { 'Content-Type': 'application/json' },
       body: JSON.stringify(body),
       signal: AbortSignal.timeout(TIMEOUT),
-    });
-    return read(response);
+    }));
+  }
+
+  /** Have the browser save what a post answers with, for what belongs in no address. */
+  async save(path, body) {
+    const response = await this.ask(path, body);
+    const [, name] = response.headers.get('Content-Disposition').match(/"(.+)"/);
+    const href = URL.createObjectURL(await response.blob());
+    el('a', { href, download: name }).click();
+    setTimeout(() => URL.revokeObjectURL(href), 60000);
   }
 
   async get(path) {
-    return read(await fetch(this.links.base + path, { signal: AbortSignal.timeout(TIMEOUT) }));
+    return (await checked(await fetch(this.links.base + path, { signal: AbortSignal.timeout(TIMEOUT) }))).json();
   }
 
   /** Send a file; the answer, or an error with the server's own words. */
   async upload(path, file) {
-    return read(await fetch(this.links.base + path, { method: 'POST', body: file }));
+    return (await checked(await fetch(this.links.base + path, { method: 'POST', body: file }))).json();
   }
 
   /** Show the frames of another engine from now on. */
@@ -104,7 +118,7 @@ export class Feed {
   take(answer, token, source) {
     this.store.link = answer.status;
     this.active = 1000 * answer.pace || ACTIVE; // slower, the more pages there are
-    if (answer.status.state !== 'ready') return;
+    if (!answer.frames) return; // there is no engine yet; one that broke still says how all requests ended
     if (answer.own && answer.own.sandbox !== undefined) this.sandbox = answer.own.sandbox;
     if (source !== this.source) return; // it changed meanwhile: these are frames of the other engine
     if (answer.source !== this.source) { // the sandbox was closed, for lack of use or with its server
@@ -136,9 +150,9 @@ export class Feed {
   }
 }
 
-/** The JSON of an answer. Raises an error in the server's own words, where it has some. */
-async function read(response) {
-  if (response.ok) return response.json();
+/** An answer that is none of an error. Raises that in the server's own words, where it has some. */
+async function checked(response) {
+  if (response.ok) return response;
   let words = '';
   try {
     words = (await response.json()).error;

@@ -61,17 +61,6 @@ export class History {
     return picture;
   }
 
-  /** The first position whose picture is of this step or a later one. */
-  positionOfStep(step) {
-    let [low, high] = [this.first, this.last];
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if ((this.frame(middle).strip?.step ?? 0) < step) low = middle + 1;
-      else high = middle;
-    }
-    return low;
-  }
-
   /** The last position that is not after this time, in seconds. */
   positionOfTime(time) {
     let [low, high] = [this.first, this.last];

@@ -1,7 +1,7 @@
 // What is beside the live engine: lessons, races, traces to take home or to bring, and a sandbox of one's own.
 
 import { openDialog } from './dialog.js';
-import { count, el, figure, setText } from './dom.js';
+import { button, count, el, figure, setText } from './dom.js';
 import { openLessons } from './lessons.js';
 import { mountPlayback } from './playback.js';
 import { MODES } from './theme.js';
@@ -9,11 +9,6 @@ import { MODES } from './theme.js';
 const WATCH = 400; // milliseconds between two looks at a race that runs
 
 export function mountLab(root, sandboxRoot, store, feed) {
-  const button = (words, title, act) => {
-    const node = el('button', { type: 'button', title }, words);
-    node.addEventListener('click', act);
-    return node;
-  };
   const learn = button('Lessons', 'Five short experiments: predict, see, understand', () => openLessons(feed));
   const race = button('Race', 'Run the same requests in two modes and watch them side by side', () => openRace(feed));
   const trace = button('Trace', 'Save what just happened, or load a recording', () => openTrace(store, feed));
@@ -40,17 +35,20 @@ async function openRace(feed) {
   const [size, sizeLabel] = choice('Requests', [8, 16, 32], 16);
   const start = el('button', { type: 'submit', class: 'glass-primary' }, 'Start the race');
   const bar = el('progress', { max: '1', value: '0', hidden: '' });
-  const words = el('p', { class: 'glass-sentence', role: 'status' }, 'Each mode serves the same requests, drawn from a seed, alone on an engine '
+  const words = el('span', { role: 'status' }, 'Each mode serves the same requests, drawn from a seed, alone on an engine '
     + 'of its own with the same weights. Then both are played on one clock.');
+  const progress = el('span'); // apart, or each of its figures would be read out
   const verdict = el('p', { class: 'glass-verdict', role: 'status' });
   const form = el('form', { class: 'glass-race-form' }, firstLabel, secondLabel, sizeLabel, start, bar);
   const stage = el('div');
-  body.append(form, words, verdict, stage);
+  body.append(form, el('p', { class: 'glass-sentence' }, words, progress), verdict, stage);
 
   form.addEventListener('submit', async (event) => {
     event.preventDefault();
-    start.disabled = true;
+    if (start.ariaDisabled) return; // disabled for real, it would lose the focus to nowhere
+    start.ariaDisabled = 'true';
     playback?.close();
+    playback = null;
     setText(verdict, '');
     try {
       const answer = await feed.post('race', { modes: [first.value, second.value], size: Number(size.value) });
@@ -58,8 +56,9 @@ async function openRace(feed) {
     } catch (error) {
       setText(words, error.message);
     }
+    setText(progress, '');
     bar.hidden = true;
-    start.disabled = false;
+    start.ariaDisabled = null;
   });
 
   async function follow(status) {
@@ -67,14 +66,17 @@ async function openRace(feed) {
     let race = status;
     while (race.state === 'running') {
       bar.value = race.total ? race.done / race.total : 0;
-      setText(words, `${race.modes[race.arm]} is running: ${count(race.done)} of ${count(race.total)} output tokens of both together, ${Math.round(race.seconds)} s`);
+      setText(words, `${race.modes[race.arm]} is running`);
+      setText(progress, `: ${count(race.done)} of ${count(race.total)} output tokens of both together, ${Math.round(race.seconds)} s`);
       await new Promise((resolve) => { setTimeout(resolve, WATCH); });
+      await untilSeen();
       if (!dialog.isConnected) return;
       ({ race } = await feed.get(`race?id=${encodeURIComponent(race.id)}`));
       if (!race) throw new Error('The server was started anew. Please start the race again.');
     }
     if (race.state === 'failed') throw new Error(race.error);
-    show(await feed.get(`race/${encodeURIComponent(race.id)}/result`));
+    const result = await feed.get(`race/${encodeURIComponent(race.id)}/result`);
+    if (dialog.isConnected) show(result);
   }
 
   function show(result) {
@@ -82,16 +84,34 @@ async function openRace(feed) {
     setText(verdict, result.speedup === null ? `No speed-up is given: ${result.refused}.`
       : `${result.winner} is ${figure(result.speedup)} times faster.`);
     playback = mountPlayback(stage, result.arms.map((arm) => ({ title: arm.mode, mode: arm.mode, frames: arm.frames })));
-    playback.play();
+    playback.view.focus({ preventScroll: true });
+    playback.begin();
   }
+}
+
+/** Unseen, a page asks for nothing. */
+function untilSeen() {
+  return document.hidden ? new Promise((resolve) => { document.addEventListener('visibilitychange', resolve, { once: true }); }) : null;
 }
 
 // -- trace --------------------------------------------------------------------------------------------
 
 function openTrace(store, feed) {
   let playback = null;
-  const { body } = openDialog('Trace', () => playback?.close());
-  const save = (format, words) => el('a', { href: `${feed.links.base}trace?format=${format}`, download: '', class: 'glass-primary' }, words);
+  const { dialog, body } = openDialog('Trace', () => playback?.close());
+  const save = (format, label) => {
+    const link = el('a', { href: `${feed.links.base}trace?format=${format}`, download: '', class: 'glass-primary' }, label);
+    link.addEventListener('click', async (event) => {
+      if (feed.source !== 'sandbox') return;
+      event.preventDefault(); // a sandbox is its visitor's own, and the token that says so belongs in no address
+      try {
+        await feed.save('sandbox/trace', { token: feed.token, format });
+      } catch (error) {
+        setText(words, error.message);
+      }
+    });
+    return link;
+  };
   const file = el('input', { type: 'file', accept: '.jsonl,.json,.txt,application/x-ndjson' });
   const words = el('p', { class: 'glass-sentence', role: 'status' }, 'A recording holds ids, slots, lengths and block numbers, and no word of anybody\'s text. '
     + 'Loading one needs no model.');
@@ -106,10 +126,11 @@ function openTrace(store, feed) {
     setText(words, `Reading ${chosen.name} …`);
     try {
       const { summary, frames } = await feed.upload('replay', chosen);
+      if (!dialog.isConnected) return;
       if (frames.length < 2) throw new Error('This recording holds no steps.');
-      setText(words, `${chosen.name}: ${count(summary.steps ?? frames.length)} steps, ${count(summary.tokens)} output tokens in ${figure(summary.seconds)} s.`);
+      setText(words, `${chosen.name}: ${count(summary.steps)} steps, ${count(summary.output_tokens)} output tokens in ${figure(summary.seconds)} s.`);
       playback = mountPlayback(stage, [{ title: chosen.name, mode: summary.modes?.[0], frames }]);
-      playback.view.focus();
+      playback.view.focus({ preventScroll: true });
     } catch (error) {
       setText(words, error.message);
     }
@@ -121,22 +142,25 @@ function openTrace(store, feed) {
 
 /** While it is open, all panels show one's own engine, and prompts go there. */
 function mountSandbox(store, feed, opener) {
-  const words = el('span', { class: 'glass-when', role: 'status' });
-  const button = (label, title, act) => {
-    const node = el('button', { type: 'button', title }, label);
-    node.addEventListener('click', act);
-    return node;
-  };
+  const words = el('span', { role: 'status' });
+  const countdown = el('span');
   const run = button('Run', 'Let the sandbox run, or pause it', () => tell(feed.sandbox?.paused ? 'resume' : 'pause'));
   const one = button('1 step', 'Take one step of the sandbox', () => tell('step', 1));
   const eight = button('8 steps', 'Take eight steps of the sandbox', () => tell('step', 8));
   const mode = el('select', { 'aria-label': 'Mode of the sandbox' }, ...MODES.map((name) => el('option', {}, name)));
   mode.addEventListener('change', () => tell('mode', mode.value));
   const root = el('div', { class: 'glass-sandbox', role: 'group', 'aria-label': 'Sandbox', hidden: '' },
-    el('strong', {}, 'Your sandbox'), run, one, eight, mode, words, button('Close', 'Back to the engine that everybody shares', () => tell('close')));
+    el('strong', {}, 'Your sandbox'), run, one, eight, mode, el('span', { class: 'glass-when' }, words, countdown),
+    button('Close', 'Back to the engine that everybody shares', () => tell('close')));
   let note = '';
+  let last = Promise.resolve();
 
-  async function tell(action, value) {
+  /** Commands are sent one after the other: the sandbox refuses one while another is carried out. */
+  function tell(action, value) {
+    last = last.then(() => send(action, value));
+  }
+
+  async function send(action, value) {
     note = '';
     try {
       const { sandbox } = await feed.post('sandbox', { token: feed.token, do: action, value });
@@ -158,12 +182,12 @@ function mountSandbox(store, feed, opener) {
     const open = feed.source === 'sandbox';
     root.hidden = !open;
     opener.setAttribute('aria-pressed', `${open}`);
-    document.body.dataset.sandbox = open; // the mode toggle is the shared engine's
+    document.getElementById('glass-mode').inert = open; // it is the shared engine's
     if (!open || !status) return;
     setText(run, status.paused ? 'Run' : 'Pause');
     if (document.activeElement !== mode) mode.value = status.mode;
-    setText(words, note || (status.paused ? (status.running + status.waiting ? 'paused: take a step' : 'paused, and nothing to do: send it a prompt') : 'running')
-      + (status.closes_in < 60 ? ` · closes in ${status.closes_in} s if unused` : ''));
+    setText(words, note || (status.paused ? (status.running + status.waiting ? 'paused: take a step' : 'paused, and nothing to do: send it a prompt') : 'running'));
+    setText(countdown, status.closes_in < 60 ? ` · closes in ${status.closes_in} s if unused` : '');
   });
   return { root, toggle: () => tell(feed.source === 'sandbox' ? 'close' : 'open') };
 }

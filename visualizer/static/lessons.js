@@ -1,7 +1,7 @@
 // Lessons: predict, see, understand. Space goes on, digits choose, Escape leaves; nothing needs a mouse.
 
 import { openDialog } from './dialog.js';
-import { el, setText } from './dom.js';
+import { el } from './dom.js';
 import { mountPlayback } from './playback.js';
 
 const NAMES = {
@@ -15,6 +15,7 @@ export async function openLessons(feed, wanted = 1) {
   const { dialog, body } = openDialog('Lessons', () => {
     playback?.close();
     document.removeEventListener('keydown', onKey, true);
+    address(null);
   });
   const tabs = el('div', { class: 'glass-tabs', role: 'tablist', 'aria-label': 'Lessons' });
   const stage = el('div', { class: 'glass-stage' });
@@ -25,8 +26,8 @@ export async function openLessons(feed, wanted = 1) {
     all = (await feed.get('lessons')).lessons;
   } catch (error) {
     card.append(el('p', {}, error.message));
-    return;
   }
+  if (!all.length || !dialog.open) return;
   const buttons = all.map((lesson, i) => {
     const tab = el('button', { type: 'button', role: 'tab' }, `${i + 1}  ${lesson.title}`);
     tab.addEventListener('click', () => open(i));
@@ -37,15 +38,15 @@ export async function openLessons(feed, wanted = 1) {
   let lesson = 0;
   let page = 0; // 0: the introduction; then two for each scene, asked and revealed; at last the question
   let chosen = null;
+  let shown = null; // the scene that the playback shows
+  let attempts = 0; // to show one: of those that wait for a recording, the last counts
   document.addEventListener('keydown', onKey, true);
   await open(Number.isInteger(wanted) && wanted >= 1 && wanted <= all.length ? wanted - 1 : 0);
 
   async function open(number) {
     lesson = number;
     buttons.forEach((tab, i) => tab.setAttribute('aria-selected', `${i === number}`));
-    const address = new URL(location.href);
-    address.searchParams.set('lesson', `${number + 1}`);
-    history.replaceState(history.state, '', address);
+    address(number + 1);
     await turn(0);
   }
 
@@ -133,31 +134,28 @@ export async function openLessons(feed, wanted = 1) {
 
   /** The recording of a scene, at its start until the prediction is made; then it plays. */
   async function show(scene, revealed) {
-    stage.classList.toggle('glass-asked', !revealed && scene !== null); // the curve would tell
-    if (!scene) {
-      if (page === 0) {
-        playback?.close();
-        playback = null;
-      }
-      return;
+    attempts += 1;
+    const attempt = attempts;
+    stage.classList.toggle('glass-asking', !revealed && scene !== null); // the curve would tell
+    if (page > 0 && scene === null) return; // at the end, what was shown last stays
+    if (scene !== shown || scene === null) {
+      playback?.close();
+      playback = shown = null;
+      stage.replaceChildren();
     }
-    if (revealed && playback) {
-      mark(scene.highlight);
-      playback.play();
-      return;
-    }
-    playback?.close();
-    playback = null;
-    const at = page;
+    if (scene === null) return;
     try {
-      const arms = await Promise.all(scene.traces.map(fetchArm));
-      if (at !== page || !dialog.open) return;
-      playback = mountPlayback(stage, arms);
-      mark(revealed ? scene.highlight : null);
-      if (revealed) playback.play();
+      const arms = shown ? null : await Promise.all(scene.traces.map(fetchArm));
+      if (attempt !== attempts || !dialog.open) return;
+      if (arms) playback = mountPlayback(stage, arms);
+      shown = scene;
     } catch (error) {
-      setText(stage, error.message);
+      if (attempt === attempts) stage.replaceChildren(el('p', {}, error.message));
+      return;
     }
+    mark(revealed ? scene.highlight : null);
+    playback.rewind();
+    if (revealed) playback.begin();
   }
 
   async function fetchArm(name) {
@@ -169,4 +167,12 @@ export async function openLessons(feed, wanted = 1) {
   function mark(panel) {
     for (const node of stage.querySelectorAll('[data-panel]')) node.classList.toggle('glass-marked', node.dataset.panel === panel);
   }
+}
+
+/** Have the page's address name a lesson, so that it can be passed on; or none (null). */
+function address(number) {
+  const next = new URL(location.href);
+  if (number === null) next.searchParams.delete('lesson');
+  else next.searchParams.set('lesson', `${number}`);
+  history.replaceState(history.state, '', next);
 }

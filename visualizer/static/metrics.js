@@ -19,18 +19,19 @@ export function mountHeader(root, store) {
 
 /** The pill that says whether what one sees is live. */
 export function mountLive(root, store, feed) {
-  const words = el('span');
-  const pill = el('div', { class: 'glass-pill', role: 'status' }, el('i', { 'aria-hidden': 'true' }), words);
+  const words = el('span', { role: 'status' }); // the state alone: a reader who hears each step hears nothing else
+  const step = el('span');
+  const pill = el('div', { class: 'glass-pill' }, el('i', { 'aria-hidden': 'true' }), words, step);
   root.append(pill);
   const say = {
     connecting: () => 'connecting', loading: () => 'loading', failed: () => 'failed', lost: () => 'reconnecting',
-    ready: () => (store.newest.strip ? `${feed.source === 'sandbox' ? 'SANDBOX' : 'LIVE'} · step ${count(store.newest.step)}` : 'LIVE'),
-    past: () => `PAUSED · step ${count(store.picture.step)}`,
+    ready: () => (feed.source === 'sandbox' ? 'SANDBOX' : 'LIVE'), past: () => 'PAUSED',
   };
   store.onChange(() => {
     const state = store.link.state === 'ready' && !store.player.live ? 'past' : store.link.state;
     pill.dataset.state = state;
     setText(words, say[state]());
+    setText(step, store.strip && (state === 'ready' || state === 'past') ? `· step ${count(store.picture.step)}` : '');
   });
 }
 

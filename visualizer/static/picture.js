@@ -71,10 +71,10 @@ export class Picture {
 
   /** The blocks of a request in the order of its block table: physical block numbers. */
   table(key) {
-    const table = [];
+    const pieces = [];
     this.blocks.forEach((block, number) => {
-      if (block.owners.includes(key)) table[block.index] = number;
+      if (block.owners.includes(key)) pieces.push([block.index, number]);
     });
-    return table;
+    return pieces.sort(([a], [b]) => a - b).map(([, number]) => number);
   }
 }

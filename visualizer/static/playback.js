@@ -2,11 +2,11 @@
 
 import { mountAnatomy } from './anatomy.js';
 import { mountBlocks } from './blocks.js';
-import { count, el, figure, fitCanvas, setText } from './dom.js';
+import { button, count, el, figure, fitCanvas, setText, summary, wantsCalm } from './dom.js';
 import { mountStrip } from './metrics.js';
 import { SPEEDS } from './player.js';
 import { Store } from './store.js';
-import { inks, onThemeChange } from './theme.js';
+import { MODE_DASHES, inks, onThemeChange } from './theme.js';
 import { mountTimeline } from './timeline.js';
 
 const TICK = 33; // milliseconds between two pictures
@@ -16,7 +16,7 @@ const PACE = 20; // seconds in which a run is played at "1×" of its own, if it 
 
 /**
  * Show arms, each {title, frames, mode}, in `root`. words: what stands above the curve. all: with the metric
- * strip and the anatomy of a step too. Returns {close, play, go, view}.
+ * strip and the anatomy of a step too. Returns {close, begin, rewind, view}.
  */
 export function mountPlayback(root, arms, words = '', all = false) {
   const lanes = arms.map((arm, place) => makeLane(arm, place, all));
@@ -25,21 +25,17 @@ export function mountPlayback(root, arms, words = '', all = false) {
   let speed = SPEEDS.find((times) => end / times <= PACE) ?? SPEEDS[SPEEDS.length - 1];
   let timer = 0;
 
-  const button = (label, sign, act) => {
-    const node = el('button', { type: 'button', title: label, 'aria-label': label }, sign);
-    node.addEventListener('click', act);
-    return node;
-  };
-  const toggle = button('Play or pause (Space)', 'Play', () => (timer ? pause() : play()));
+  const toggle = button('Play', 'Play or pause (Space)', () => (timer ? pause() : play()));
   const slider = el('input', { type: 'range', min: '0', max: `${NOTCHES}`, 'aria-label': 'Moment shown' });
   const choose = el('select', { 'aria-label': 'Speed of playing' }, ...SPEEDS.map((times) => el('option', { value: `${times}` }, `${times}×`)));
   choose.value = `${speed}`;
-  const when = el('span', { class: 'glass-when', role: 'status' });
+  const when = el('span', { class: 'glass-when' });
   const bar = el('div', { class: 'glass-transport', role: 'group', 'aria-label': 'Time' },
-    el('div', { class: 'glass-transport-buttons' }, button('To the start', '«', () => { pause(); go(0); }),
-      button('One step back (←)', '‹', () => step(-1)), toggle, button('One step on (→)', '›', () => step(1)),
-      button('To the end', '»', () => { pause(); go(end); })), slider, when, choose);
+    el('div', { class: 'glass-transport-buttons' }, button('«', 'To the start', rewind),
+      button('‹', 'One step back (←)', () => step(-1)), toggle, button('›', 'One step on (→)', () => step(1)),
+      button('»', 'To the end', () => { pause(); go(end); })), slider, when, choose);
   const curve = el('canvas', { role: 'img', 'aria-label': 'Output tokens over time' });
+  const say = summary(curve);
   const frame = el('div', { class: 'glass-canvas' }, curve);
   const said = el('p', { class: 'glass-sentence' }, words || 'Output tokens over time; a vertical line is the moment shown.');
   const view = el('div', { class: 'glass-playback', tabindex: '-1' }, bar,
@@ -52,7 +48,8 @@ export function mountPlayback(root, arms, words = '', all = false) {
   choose.addEventListener('change', () => { speed = Number(choose.value); });
   view.addEventListener('keydown', (event) => {
     if (event.target.closest('input, select, button') && event.key === ' ') return;
-    if (event.target.closest('input, select') || event.target.tagName === 'CANVAS') return;
+    if (event.target.closest('input, select')) return;
+    if (event.target.tagName === 'CANVAS' && event.key !== ' ') return; // arrow keys walk over its cells
     const act = { ' ': () => toggle.click(), ArrowLeft: () => step(-1), ArrowRight: () => step(1) }[event.key];
     if (!act) return;
     event.preventDefault();
@@ -80,6 +77,17 @@ export function mountPlayback(root, arms, words = '', all = false) {
       if (time >= end || !view.isConnected) pause();
     }, TICK);
     setText(toggle, 'Pause');
+  }
+
+  /** Play from here; for those who want no motion, show the end. */
+  function begin() {
+    if (wantsCalm()) go(end);
+    else play();
+  }
+
+  function rewind() {
+    pause();
+    go(0);
   }
 
   function pause() {
@@ -122,26 +130,23 @@ export function mountPlayback(root, arms, words = '', all = false) {
         context.globalAlpha = alpha;
         context.strokeStyle = paint;
         context.lineWidth = 2;
+        context.setLineDash(MODE_DASHES[lane.mode] ?? []);
         context.beginPath();
         context.moveTo(x(0), y(0));
         for (const { t, tokens } of lane.totals) if (t <= until) context.lineTo(x(t), y(tokens));
         context.stroke();
       }
       context.globalAlpha = 1;
-      context.setLineDash([3, 3]);
-      context.lineWidth = 1;
-      context.beginPath();
-      context.moveTo(x(lane.end), 4);
-      context.lineTo(x(lane.end), floor);
-      context.stroke();
       context.setLineDash([]);
+      context.fillStyle = paint;
+      context.fillRect(x(lane.end) - 0.5, 4, 1, floor - 4);
       context.fillStyle = ink.ink;
       context.textAlign = x(lane.end) > width / 2 ? 'right' : 'left';
       context.fillText(`${lane.title}: ${lane.end.toFixed(1)} s`, x(lane.end) + (x(lane.end) > width / 2 ? -5 : 5), 10 + 13 * lane.place);
     }
     context.fillStyle = ink.ink;
     context.fillRect(x(time) - 0.5, 2, 1, floor);
-    curve.setAttribute('aria-label', `Output tokens at ${time.toFixed(1)} s: ${lanes.map((lane) => `${lane.title} ${lane.tokensAt(time)}`).join(', ')}`);
+    say(`Output tokens at ${time.toFixed(1)} s: ${lanes.map((lane) => `${lane.title} ${lane.tokensAt(time)}`).join(', ')}`);
   }
 
   const forget = onThemeChange(() => { lanes.forEach((lane) => lane.store.changed()); drawCurve(); });
@@ -149,10 +154,11 @@ export function mountPlayback(root, arms, words = '', all = false) {
   sizes.observe(view);
   go(0);
   return {
-    play, go, view,
+    begin, rewind, view,
     close() {
       pause();
       forget();
+      lanes.forEach((lane) => lane.close());
       sizes.disconnect();
       view.remove();
     },
@@ -162,23 +168,8 @@ export function mountPlayback(root, arms, words = '', all = false) {
 /** One run: its own store, led to a moment of the common clock. */
 function makeLane({ title, frames, mode }, place, all) {
   const store = new Store(Infinity);
-  const totals = []; // {t, tokens, done, wasted} after each frame
-  const known = new Map();
-  let done = 0;
-  let produced = 0;
-  for (const frame of frames) {
-    store.applyFrame(frame);
-    if (!frame.info) {
-      for (const [, key, prompt, , total] of frame.slots) {
-        produced += total - prompt - (known.get(key) || 0);
-        known.set(key, total - prompt);
-      }
-      const finished = frame.marks.filter((mark) => mark[2] === 'finished').length;
-      done += finished;
-      produced += finished; // the last token of a request comes in the step in which it leaves its slot
-    }
-    totals.push({ t: frame.t, tokens: produced, done, wasted: frame.strip?.wasted ?? 0 });
-  }
+  frames.forEach((frame) => store.applyFrame(frame));
+  const totals = frames.map(({ t, strip }) => ({ t, tokens: strip.all_tokens, done: strip.finished, wasted: strip.all_wasted }));
   store.link = { state: 'ready' };
   const end = totals.length ? totals[totals.length - 1].t : 0;
   const name = el('h3', {}, title);
@@ -192,8 +183,9 @@ function makeLane({ title, frames, mode }, place, all) {
   const at = (time) => store.history.positionOfTime(time);
   return {
     title, mode, place, root, store, totals, end,
+    close: () => {},
     mount() {
-      mountTimeline(timeline, store);
+      this.close = mountTimeline(timeline, store);
       mountBlocks(blocks, store);
       if (all) {
         mountStrip(strip, store);

@@ -11,7 +11,7 @@ export async function start() {
     const arms = await unpack(JSON.parse(document.getElementById('recording').textContent).gzip);
     const playback = mountPlayback(root, arms, '', arms.length === 1);
     playback.view.focus();
-    if (!matchMedia('(prefers-reduced-motion: reduce)').matches) playback.play();
+    playback.begin();
   } catch (error) {
     root.append(el('p', { class: 'glass-banner', role: 'alert' }, `This recording cannot be shown: ${error.message}`));
   }

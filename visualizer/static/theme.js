@@ -2,11 +2,13 @@
 // eyes), full for slots A to H and pale for I to P; the letter says which one it is without colour.
 
 const HUES = ['#e69f00', '#56b4e9', '#009e73', '#f0e442', '#0072b2', '#d55e00', '#cc79a7', '#8a8f98'];
-const LETTERS = 'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz';
 
 export const MODES = ['naive', 'static', 'continuous'];
+// What tells the modes apart without colour: a mark (Plotly's names) and the dashes of a line, in pixels.
+export const MODE_SYMBOLS = { naive: 'circle', static: 'square', continuous: 'diamond' };
+export const MODE_DASHES = { naive: [2, 3], static: [8, 4], continuous: [] };
 
-const callbacks = [];
+const callbacks = new Set();
 let dark = null;
 let known = null; // inks of the present theme: reading CSS for every picture would cost more than drawing it
 
@@ -24,8 +26,8 @@ watchTheme();
 
 /** Call back when Gradio switches between light and dark. Returns what ends that. */
 export function onThemeChange(callback) {
-  callbacks.push(callback);
-  return () => callbacks.splice(callbacks.indexOf(callback), 1);
+  callbacks.add(callback);
+  return () => callbacks.delete(callback);
 }
 
 function isDark() {
@@ -76,15 +78,17 @@ export function slotLook(slot) {
     const pale = Math.floor(slot / 8) % 2 === 1;
     const fill = pale ? mix(hue, night ? '#12151b' : '#ffffff', night ? 0.42 : 0.45) : hue;
     const text = luminance(fill) > 0.22 ? '#11151c' : '#ffffff';
-    looks.set(id, { fill, edge: mix(hue, night ? '#ffffff' : '#000000', night ? 0.3 : 0.4), text, hue });
+    looks.set(id, { fill, edge: mix(hue, night ? '#ffffff' : '#000000', night ? 0.3 : 0.4), text });
   }
   return looks.get(id);
 }
 
-export const nobody = { fill: '#9aa0a9', edge: '#7b828c', text: '#11151c', hue: '#9aa0a9' };
+export const nobody = { fill: '#9aa0a9', edge: '#7b828c', text: '#11151c' };
 
+/** A to Z, then AA to AZ, BA to BZ: no two slots have the same. */
 export function slotLetter(slot) {
-  return slot === null || slot === undefined ? '–' : LETTERS[slot % LETTERS.length];
+  if (slot === null || slot === undefined) return '–';
+  return (slot < 26 ? '' : slotLetter(Math.floor(slot / 26) - 1)) + String.fromCharCode(65 + (slot % 26));
 }
 
 const tiles = new Map();

@@ -1,13 +1,14 @@
 // Throughput by mode: one Plotly chart, made once and then only updated, and a table that says the same in figures.
 
 import { el, figure, heading, setText } from './dom.js';
-import { MODES, inks, onThemeChange } from './theme.js';
+import { MODES, MODE_DASHES, MODE_SYMBOLS, inks, onThemeChange } from './theme.js';
 
 const HEIGHT = 232;
+const RETRY = 10000; // milliseconds after which Plotly is asked for again
 
 export function mountThroughput(root, store, links) {
   const { head } = heading('Throughput',
-    'Output tokens a second. Dashed: each mode\'s mean while it had several requests to serve.');
+    'Output tokens a second. Thin: each mode\'s mean while it had several requests to serve.');
   const plot = el('div', { class: 'glass-plot', role: 'img', 'aria-label': 'Output tokens a second over time; the table below has the figures' });
   const empty = el('p', { class: 'glass-empty' }, 'The curve begins with the first half second of work.');
   const table = makeTable();
@@ -28,7 +29,11 @@ export function mountThroughput(root, store, links) {
     loading ??= new Promise((resolve, reject) => {
       const script = el('script', { src: links.plotly, async: '' });
       script.onload = () => resolve(window.Plotly);
-      script.onerror = () => { loading = null; script.remove(); reject(new Error('Plotly did not load')); };
+      script.onerror = () => {
+        script.remove();
+        setTimeout(() => { loading = null; }, RETRY);
+        reject(new Error('Plotly did not load'));
+      };
       document.head.append(script);
     });
     return loading;
@@ -37,7 +42,11 @@ export function mountThroughput(root, store, links) {
   async function draw() {
     if (!visible || !store.strip || !root.clientWidth) return;
     empty.hidden = store.bins.length > 0;
-    if (!store.bins.length) return;
+    plot.hidden = !empty.hidden; // it may show another engine's curve
+    if (plot.hidden) {
+      drawn = -1;
+      return;
+    }
     const stamp = store.bins[store.bins.length - 1][0] + store.bins.length / 1e4;
     if (stamp === drawn) return;
     try {
@@ -75,8 +84,8 @@ export function mountThroughput(root, store, links) {
         y.push(null);
       }
       return {
-        x, y, name: mode, mode: 'lines+markers', connectgaps: false, line: { color: ink[mode], width: 2 },
-        marker: { color: ink[mode], size: 3 }, hovertemplate: `${mode}: %{y:.0f} tok/s<extra></extra>`,
+        x, y, name: mode, mode: 'lines+markers', connectgaps: false, line: { color: ink[mode], width: 2, dash: MODE_DASHES[mode].map((px) => `${px}px`).join() || 'solid' },
+        marker: { color: ink[mode], size: 6, symbol: MODE_SYMBOLS[mode] }, hovertemplate: `${mode}: %{y:.0f} tok/s<extra></extra>`,
       };
     });
   }
@@ -88,7 +97,7 @@ export function mountThroughput(root, store, links) {
       const mean = store.strip.means[mode]?.[0];
       if (mean === undefined) continue;
       const [from, to] = [bins[0][0], bins[bins.length - 1][0]];
-      shapes.push({ type: 'line', x0: from, x1: to, y0: mean, y1: mean, line: { color: ink[mode], width: 1, dash: 'dash' } });
+      shapes.push({ type: 'line', x0: from, x1: to, y0: mean, y1: mean, line: { color: ink[mode], width: 1 } });
     }
     const axis = { color: ink.muted, gridcolor: ink.line, zeroline: false, fixedrange: true, tickfont: { size: 10.5 } };
     return {

@@ -1,7 +1,7 @@
 // Slots over time: a row is a slot, a column is a step.
 
-import { count, el, fitCanvas, heading, legend, setText, summary, whileInSight } from './dom.js';
-import { hatch, inks, nobody, slotLetter, slotLook } from './theme.js';
+import { button, count, el, fitCanvas, heading, legend, setText, summary, whileInSight } from './dom.js';
+import { hatch, inks, slotLetter, slotLook } from './theme.js';
 import { explorable } from './tooltip.js';
 
 const LEFT = 44; // letters and the word "queue"
@@ -27,6 +27,7 @@ export function reasonWords(reason, mode) {
   return REASONS[reason] || '';
 }
 
+/** Returns what ends it. */
 export function mountTimeline(root, store) {
   const { head, figure } = heading('Slots over time', SENTENCES.continuous);
   const canvas = el('canvas', { role: 'img', 'aria-label': 'Slots over time: nothing ran yet' });
@@ -34,7 +35,7 @@ export function mountTimeline(root, store) {
   const frame = el('div', { class: 'glass-canvas' }, canvas);
   const blue = () => slotLook(4);
   const key = legend([
-    ['prefill', (c, w, h) => { bar(c, 0, 2, w, h - 4, blue()); stripes(c, 0, 2, w, h - 4, blue()); }],
+    ['prefill', (c, w, h) => { bar(c, 0, 2, w, h - 4, blue()); stripes(c, 0, 2, w, h - 4); }],
     ['decode', (c, w, h) => bar(c, 0, 2, w, h - 4, blue())],
     ['idle', (c, w, h) => idle(c, 0, 2, w, h - 4, inks())],
     ['injected mid-decode', (c) => triangle(c, 7, 4, 5, true, inks().ink, inks().panel)],
@@ -50,9 +51,7 @@ export function mountTimeline(root, store) {
   const controls = el('div', { class: 'glass-zoom', role: 'group', 'aria-label': 'Zoom of the timeline' });
   for (const [sign, words, act] of [['−', 'Farther (S)', () => look(-1, 0)], ['+', 'Closer (W)', () => look(1, 0)],
     ['‹', 'Earlier steps (A)', () => look(0, 1)], ['›', 'Later steps (D)', () => look(0, -1)]]) {
-    const button = el('button', { type: 'button', title: words, 'aria-label': words }, sign);
-    button.addEventListener('click', act);
-    controls.append(button);
+    controls.append(button(sign, words, act));
   }
   figure.append(controls);
 
@@ -66,7 +65,6 @@ export function mountTimeline(root, store) {
   }
 
   function lookByKey(event) {
-    if (!root.isConnected) document.removeEventListener('keydown', lookByKey); // a recording that was closed
     const dialog = document.querySelector('dialog[open]');
     if (dialog && !dialog.contains(root)) return; // what lies under a dialog keeps still
     if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.('input, textarea, select, [contenteditable]')) return;
@@ -158,7 +156,7 @@ export function mountTimeline(root, store) {
       context.strokeRect(x(start) + 0.5, y + 0.5, wide - 1, tall - 1);
     } else {
       bar(context, x(start), y, wide, tall, look);
-      if (cell.tokens < 0) stripes(context, x(start), y, wide, tall, look);
+      if (cell.tokens < 0) stripes(context, x(start), y, wide, tall);
     }
     context.globalAlpha = 1;
   }
@@ -267,7 +265,7 @@ export function mountTimeline(root, store) {
     const slot = Math.floor((py - TOP) / shape.row);
     const column = shape.shown[Math.floor((px - LEFT) / shape.step)];
     if (!column || slot < 0) return null;
-    cursor = { slot, column: Math.floor((px - LEFT) / shape.step) };
+    cursor = { slot: Math.min(slot, shape.rows), column: Math.floor((px - LEFT) / shape.step) };
     if (slot >= shape.rows) return { lines: stepLines(column) };
     const cell = column.cells.get(slot);
     if (!cell) {
@@ -294,7 +292,7 @@ export function mountTimeline(root, store) {
     if (!shape?.shown.length) return null;
     cursor = cursor || { slot: 0, column: shape.shown.length };
     cursor.column = Math.min(shape.shown.length - 1, Math.max(0, cursor.column + dx));
-    cursor.slot = Math.min(shape.rows - 1, Math.max(0, cursor.slot + dy));
+    cursor.slot = Math.min(shape.rows, Math.max(0, cursor.slot + dy)); // under the slots, the queue
     const px = LEFT + (cursor.column + 0.5) * shape.step;
     const py = TOP + (cursor.slot + 0.5) * shape.row;
     return { ...at(px, py), x: px, y: py };
@@ -309,6 +307,7 @@ export function mountTimeline(root, store) {
 
   explorable(canvas, store, at, walk);
   store.onChange(whileInSight(root, store, draw));
+  return () => document.removeEventListener('keydown', lookByKey);
 }
 
 function bar(context, x, y, width, height, look) {
@@ -319,8 +318,8 @@ function bar(context, x, y, width, height, look) {
   context.fillRect(x, y + height - 1, width, 1);
 }
 
-function stripes(context, x, y, width, height, look) {
-  context.fillStyle = hatch(context, look === nobody ? '#0009' : 'rgba(0,0,0,0.55)', 4, 1.5);
+function stripes(context, x, y, width, height) {
+  context.fillStyle = hatch(context, 'rgba(0,0,0,0.55)', 4, 1.5);
   context.fillRect(x, y, width, height);
 }
 

@@ -1,11 +1,18 @@
-// One tooltip for all pictures: lines of text next to the pointer, never outside the window.
+// One tooltip for all pictures: lines of text next to the pointer, never outside the window; and said, at a key.
 
 import { el } from './dom.js';
 
-const box = el('div', { class: 'glass-tooltip', role: 'tooltip', hidden: '' });
+const box = el('div', { class: 'glass-tooltip', 'aria-hidden': 'true', hidden: '' });
+const voice = el('div', { class: 'glass-unseen', role: 'status' });
+
+/** Bring a node where it is seen and heard: an open dialog lies above all else, and silences it. */
+function surface(node) {
+  const place = document.querySelector('dialog[open]') ?? document.body;
+  if (node.parentNode !== place) place.append(node);
+}
 
 export function showTooltip(lines, x, y) {
-  if (!box.isConnected) document.body.append(box);
+  surface(box);
   box.replaceChildren(...lines.map((line, i) => el(i ? 'div' : 'strong', {}, line)));
   box.hidden = false;
   const { width, height } = box.getBoundingClientRect();
@@ -30,20 +37,26 @@ export function explorable(canvas, store, at, walk) {
     else hideTooltip();
   };
   const leave = () => show(null);
-  canvas.addEventListener('pointermove', (event) => {
+  const follow = (event) => {
     const box = canvas.getBoundingClientRect();
     show(at(event.clientX - box.left, event.clientY - box.top), event.clientX, event.clientY);
-  });
-  canvas.addEventListener('pointerleave', leave);
+  };
+  canvas.addEventListener('pointermove', follow);
+  canvas.addEventListener('pointerdown', follow);
+  // A finger leaves when it is lifted: what a tap showed stays until the next one elsewhere, or a scroll.
+  canvas.addEventListener('pointerleave', (event) => event.pointerType !== 'touch' && leave());
+  canvas.addEventListener('pointercancel', leave);
   canvas.addEventListener('click', (event) => {
     const box = canvas.getBoundingClientRect();
     const found = at(event.clientX - box.left, event.clientY - box.top);
     store.pin(found?.key ?? null);
   });
   canvas.addEventListener('blur', leave);
+  canvas.addEventListener('focus', () => surface(voice)); // readers must know it before it speaks
   canvas.tabIndex = 0;
   canvas.addEventListener('keydown', (event) => {
     if (event.key === 'Escape') {
+      if (!box.hidden || store.pinned !== null) event.preventDefault(); // it leaves the cell, and not a dialog
       store.pin(null);
       return leave();
     }
@@ -55,6 +68,7 @@ export function explorable(canvas, store, at, walk) {
     if (found) {
       const box = canvas.getBoundingClientRect();
       show(found, box.left + found.x, box.top + found.y);
+      voice.textContent = found.lines.join(', ');
     }
     return undefined;
   });

@@ -1,28 +1,23 @@
 // The bar of time: pause, step, scrub, play again, and back to live. It moves the picture, never the engine.
 
-import { count, el, setText } from './dom.js';
+import { button, count, el, setText } from './dom.js';
 import { SPEEDS } from './player.js';
 
 const KINDS = { preempted: 'a preemption', injected: 'an injection', prefix_hit: 'a prefix hit' };
 
 export function mountTransport(root, store) {
   const { player, history } = store;
-  const button = (words, sign, act) => {
-    const node = el('button', { type: 'button', title: words, 'aria-label': words }, sign);
-    node.addEventListener('click', act);
-    return node;
-  };
-  const back = button('Previous injection, preemption or prefix hit', '«', () => jump(-1));
-  const earlier = button('One step back (←)', '‹', () => player.step(-1));
-  const toggle = button('Pause the picture (Space)', 'Pause', () => (player.live || player.playing ? player.pause() : player.play()));
-  const later = button('One step on (→)', '›', () => player.step(1));
-  const next = button('Next injection, preemption or prefix hit', '»', () => jump(1));
+  const back = button('«', 'Previous injection, preemption or prefix hit', () => jump(-1));
+  const earlier = button('‹', 'One step back (←)', () => player.step(-1));
+  const toggle = button('Pause', 'Pause the picture, or play it on (Space)', () => (player.live || player.playing ? player.pause() : player.play()));
+  const later = button('›', 'One step on (→)', () => player.step(1));
+  const next = button('»', 'Next injection, preemption or prefix hit', () => jump(1));
   const slider = el('input', { type: 'range', 'aria-label': 'Moment shown' });
   const speed = el('select', { 'aria-label': 'Speed of playing' },
     ...SPEEDS.map((times) => el('option', { value: `${times}` }, `${times}×`)));
   speed.value = '1';
-  const words = el('span', { class: 'glass-when', role: 'status' });
-  const live = button('Follow the engine as it works (L)', 'Live', () => player.goLive());
+  const words = el('span', { class: 'glass-when' });
+  const live = button('Live', 'Follow the engine as it works (L)', () => player.goLive());
   live.className = 'glass-live';
   const bar = el('div', { class: 'glass-transport', role: 'group', 'aria-label': 'Time' },
     el('div', { class: 'glass-transport-buttons' }, back, earlier, toggle, later, next), slider, words, speed, live);
