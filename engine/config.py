@@ -33,10 +33,10 @@ class EngineConfig:
         limit is never more than the pool holds: `min(max_model_len, num_blocks * block_size)`.
     enable_prefix_caching: share the blocks of equal prefixes (continuous mode only: the other two
         reserve memory the old way, and that is what they are there to show).
-    kernels: "torch" computes what lies between matrix products by PyTorch's operations; "native", on a CPU, by
-        kernels in C++ that are compiled when first needed; "auto" is "native" where there is a compiler.
-    attention_backend: "sdpa", PyTorch's own attention, or "triton", one of ours for decoding on a GPU; "auto" goes
-        with `kernels`: the native one reads the paged cache in place.
+    kernels: "torch" computes by PyTorch's operations alone; "native", on a CPU, by kernels in C++ that are
+        compiled when first needed; "auto" is "native" where there is a compiler.
+    attention_backend: "sdpa", PyTorch's own attention, or "triton", one of ours for decoding on a GPU; "auto"
+        goes with `kernels`, whose native attention reads the paged cache in place.
     enforce_eager: run every step kernel by kernel. Without it, decode steps on a GPU are CUDA graphs.
     quantization: "int8" holds the weights of linear layers in 8 bits and multiplies in 8 bits, on a CPU;
         None keeps them in `dtype`.

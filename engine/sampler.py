@@ -142,7 +142,7 @@ def _forbid_early_stops(logits: Tensor, plan: SamplingPlan) -> None:
 def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Each row's largest logit, and its place: that of the first, should there be several.
 
-    On a CPU, PyTorch finds values without places four times as fast as with them: so first the part of the row.
+    On a CPU, PyTorch finds values alone four times as fast as with their places: so first the part of a row.
     """
     if not logits.is_cpu or logits.shape[1] % PART or not logits.is_contiguous():
         return logits.max(dim=-1)

@@ -144,7 +144,7 @@ CHOICE = (tiny_loaded().config, torch.float32, torch.device("cpu"))
 
 def test_refused_where_it_cannot_work(monkeypatch):
     """Each refusal names the cause, and the backend that works."""
-    with pytest.raises(ValueError, match="attention_backend 'flash'; choose one of sdpa, triton"):
+    with pytest.raises(ValueError, match="attention_backend 'flash'; choose one of auto, sdpa, triton"):
         LLM(str(tiny_folder()), attention_backend="flash")
     with monkeypatch.context() as patch:
         patch.setattr(triton_attention, "IS_INTERPRETED", False)

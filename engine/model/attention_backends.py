@@ -37,7 +37,11 @@ class Attention(Protocol):
 
 
 def choose_attention(
-    name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: type[Kernels] = TorchKernels
+    name: str,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: type[Kernels] = TorchKernels,
 ) -> type[Attention]:
     """The backend called "sdpa" or "triton", or for "auto" the one that goes with the model's kernels.
 

@@ -1,7 +1,7 @@
 """What a layer computes between its matrix products: two classes with the same methods.
 
-`TorchKernels` is the definition, in PyTorch's operations, on any device. `engine.model.native` does the same on a CPU
-in C++, one pass over memory each.
+`TorchKernels` is the definition, in PyTorch's operations, on any device. `engine.model.native` does the same
+on a CPU in C++, one pass over memory each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Kernels(Protocol):
 
     @staticmethod
     def add_norm(hidden: Tensor, delta: Tensor | None, eps: float) -> Tensor:
-        """hidden [T, hidden_size] += delta, in place, if there is one -> its RMSNorm (Zhang and Sennrich 2019)."""
+        """hidden [T, hidden_size] += delta, in place, if any -> its RMSNorm (Zhang and Sennrich 2019)."""
 
     @staticmethod
     def rotate_and_store(
@@ -42,8 +42,8 @@ class Kernels(Protocol):
     ) -> None:
         """Turn queries and keys by their positions, in place; store keys and values at slots, int64 [T].
 
-        qkv: [T, heads + 2 * kv_heads, head_dim], queries, keys, values. norms: weights [head_dim] of the norms
-        before the turn, of queries and of keys, if the model has them.
+        qkv: [T, heads + 2 * kv_heads, head_dim], queries, keys, values. norms: weights [head_dim] of the
+        norms before the turn, of queries and of keys, if the model has them.
         """
 
     @staticmethod
@@ -54,7 +54,11 @@ class Kernels(Protocol):
 class TorchKernels:
     """See `Kernels`."""
 
-    rope = staticmethod(rope_cos_sin)
+    @staticmethod
+    def rope(
+        positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        return rope_cos_sin(positions, frequencies, factor, dtype)
 
     @staticmethod
     def add_norm(hidden: Tensor, delta: Tensor | None, eps: float) -> Tensor:

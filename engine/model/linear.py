@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from engine.config import Quantization
 
 
-
 class Linear(nn.Module):
-    """x [T, in] -> x @ weight.T + bias, [T, out] in x's dtype; made of weight [out, in] and bias [out] or None."""
+    """x [T, in] -> x @ weight.T + bias, [T, out] in x's dtype; weight is [out, in], bias [out] or None."""
 
     def in_float32(self, x: Tensor) -> Tensor:
-        """The same product in float32: as exact as it is known, not rounded first where that can be helped."""
+        """The same product in float32, and not rounded before where that can be helped."""
         return self(x).float()
 
 

@@ -17,8 +17,8 @@ from engine.batch import Batch
 from engine.model.attention import AttentionMetadata
 from engine.model.attention_backends import Attention
 from engine.model.config import ModelConfig
-from engine.model.kv_cache import KVCache
 from engine.model.kernels import Kernels, TorchKernels
+from engine.model.kv_cache import KVCache
 from engine.model.linear import LinearFactory, choose_linear
 from engine.model.rope import rope_frequencies
 
@@ -69,9 +69,9 @@ class Layer(nn.Module):
         metadata: Attention,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream and what is yet to be added to it, both [T, hidden_size] -> the same after this layer,
+        """The residual stream and what is yet to be added to it, both [T, hidden_size] -> the same behind
 
-        or only the given rows, int64 [S]. The addition waits for the norm behind it, so that both are one pass.
+        this layer, or only the given rows, int64 [S]. The sum waits for the norm, so that both are one pass.
         """
         kernels, eps = self.kernels, self.config.rms_norm_eps
         attended = self._attend(kernels.add_norm(hidden, delta, eps), rope, cache, metadata)
@@ -144,10 +144,12 @@ class Transformer(nn.Module):
         metadata = attention.build(batch, self.config, cache.block_size, self.dtype)
         rope = self.kernels.rope(batch.positions, self.frequencies, self.rope_factor, self.dtype)
         cache.begin_step(len(batch.token_ids))
-        hidden, delta = F.embedding(batch.token_ids, self.embedding), None
+        hidden = F.embedding(batch.token_ids, self.embedding)
+        delta: Tensor | None = None
         last = self.config.num_layers - 1
         for index, layer in enumerate(self.layers):
             rows = batch.logits_rows if index == last else None
             hidden, delta = layer(hidden, delta, rope, cache, metadata, rows)
+        assert delta is not None
         hidden = F.rms_norm(hidden.add_(delta), hidden.shape[-1:], self.norm, self.config.rms_norm_eps)
         return self.head.in_float32(hidden)

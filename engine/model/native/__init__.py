@@ -1,8 +1,9 @@
 """kernels="native": what a CPU computes between and in the matrix products, in C++ of our own.
 
-In PyTorch a decode step is a thousand operations on tensors so small that starting one costs as much as doing it, and
-attention can read only what was gathered for it. The kernels beside this file do a layer in nine calls, and read the
-paged cache where it lies. They are compiled for this very processor when first needed, in about two seconds, and kept.
+In PyTorch a decode step is a thousand operations on tensors so small that starting one costs as much as
+doing it, and attention can read only what was gathered for it. The kernels beside this file do a layer in
+nine calls, and read the paged cache where it lies. They are compiled for this very processor when first
+needed, in some two seconds, and kept.
 
 Read `layer.cpp`, then `attention.cpp`, then `linear.cpp`; this file says what each is given.
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ from engine.model.linear import Linear
 from engine.model.native.build import NativeError, load_library
 
 DTYPES = (torch.float32, torch.bfloat16)
-TILE_ROWS = 8  # query tokens that share a walk over their context: more share what is read, fewer waste less of it
+TILE_ROWS = (
+    8  # query tokens that share a walk over their context: more share what is read, fewer waste less of it
+)
 
 
 def address(tensor: Tensor | None) -> int | None:
@@ -50,8 +52,8 @@ class NativeKernels:
         normed = torch.empty_like(hidden)
         rows, width = hidden.shape
         _library().glass_add_norm(
-            hidden.dtype == torch.bfloat16, address(hidden), address(delta), address(normed), rows, width, eps,
-            torch.get_num_threads(),
+            hidden.dtype == torch.bfloat16, address(hidden), address(delta), address(normed), rows, width,
+            eps, torch.get_num_threads(),
         )  # fmt: skip
         return normed
 
@@ -95,7 +97,7 @@ class NativeAttention:
     tables: Tensor
     tiles: Tensor
 
-    pads_contexts: ClassVar[bool] = False
+    pads_contexts = False  # every row reads its own length
 
     @classmethod
     def build(cls, batch: Batch, config: ModelConfig, block_size: int, dtype: torch.dtype) -> NativeAttention:

@@ -14,8 +14,18 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-# Vectors as wide as they come. Errors of arithmetic need no flag nor trap, but NaN and infinity must stay what they are.
-FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-w", "-shared", "-fPIC"]
+# Errors of arithmetic need neither flags nor traps; but NaN and infinity must stay what they are.
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-w",
+    "-shared",
+    "-fPIC",
+]
 WIDE = ["-mprefer-vector-width=512"]  # on x86-64
 COMPILE_SECONDS = 120
 
@@ -37,16 +47,14 @@ class NativeError(RuntimeError):
 def load_library() -> ctypes.PyDLL:
     """The compiled kernels. Raises NativeError with the cause if this machine cannot compile or load them.
 
-    The lock of Python's interpreter is kept while a kernel runs: giving it up for a few microseconds, a hundred times
-    a step, would hand it to whoever waits, and that may keep it for milliseconds.
+    The lock of Python's interpreter is kept while a kernel runs: giving it up for some microseconds, a
+    hundred times a step, would hand it to whoever waits, and that may keep it for milliseconds.
     """
-    if platform.system() not in ("Linux", "Darwin"):
-        raise NativeError(f"the kernels in C++ are not made for {platform.system()}")
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise NativeError("there is no C++ compiler (c++, g++ or clang++) to compile the kernels with")
+    compiler = find_compiler()
     file = library_file(compiler)
-    if not file.exists():
+    try:
+        library = ctypes.PyDLL(str(file))
+    except OSError:  # not compiled yet, or damaged
         compile_library(compiler, file)
     try:
         library = ctypes.PyDLL(str(file))
@@ -58,6 +66,16 @@ def load_library() -> ctypes.PyDLL:
     return library
 
 
+def find_compiler() -> str:
+    """The one that the environment variable CXX names, else the system's. Raises NativeError if none is."""
+    if platform.system() not in ("Linux", "Darwin"):
+        raise NativeError(f"the kernels in C++ are not made for {platform.system()}")
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise NativeError("there is no C++ compiler (c++, g++ or clang++) to compile the kernels with")
+    return compiler
+
+
 def library_file(compiler: str) -> Path:
     """Where the kernels lie once they are compiled: under $GLASS_ENGINE_CACHE, or ~/.cache/glass-engine.
 
@@ -65,10 +83,13 @@ def library_file(compiler: str) -> Path:
     """
     root = Path(os.environ.get("GLASS_ENGINE_CACHE") or Path.home() / ".cache" / "glass-engine")
     try:
-        processor = next(line for line in open("/proc/cpuinfo") if line.startswith(("flags", "Features")))
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next(line for line in lines if line.startswith(("flags", "Features")))
     except (OSError, StopIteration):
         processor = platform.processor()
-    key = hashlib.sha256("\0".join([compiler, *FLAGS, processor, platform.machine(), torch.__version__]).encode())
+    key = hashlib.sha256(
+        "\0".join([compiler, *FLAGS, processor, platform.machine(), torch.__version__]).encode()
+    )
     for source in sorted(HERE.glob("*.[ch]*")):
         key.update(source.read_bytes())
     return root / f"kernels-{key.hexdigest()[:16]}.so"

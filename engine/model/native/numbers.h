@@ -31,7 +31,7 @@ static constexpr float EXP2[6] = {0.693147182f,   0.240226463f,   0.0555040880f,
 
 // 2**x for x <= 0; what float cannot hold is 0. Written out, so that compilers compute many at once.
 static inline float exp2_below_zero(float x) {
-    x = x < -126.0f ? -126.0f : x;  // false for NaN, which stays
+    x = x < -127.0f ? -127.0f : x;  // false for NaN, which stays; 2**-127 comes out as 0
     float whole = std::floor(x), rest = x - whole;
     float y = EXP2[5];
     for (int i = 4; i >= 0; i--) y = y * rest + EXP2[i];
