@@ -236,6 +236,7 @@ def _facts(loaded: LoadedModel, load_seconds: float) -> dict[str, Any]:
     return {
         "model": loaded.name,
         "dtype": dtype,
+        "kernels": loaded.kernels,
         "device": loaded.device.type,
         "load_seconds": load_seconds,
         "weight_bytes": weight_bytes(loaded.path, loaded.weights),

@@ -37,11 +37,14 @@ def _pad(cell: str, width: int, column: int) -> str:
     return cell.ljust(width) if column == 0 else cell.rjust(width)
 
 
+KERNELS = {"native": "kernels in C++", "torch": "PyTorch's kernels"}
+
+
 def setting(facts: dict[str, Any]) -> list[str]:
     """The model, the machine and the versions, in lines."""
     machine = facts["hardware"]
     return [
-        f"{facts['model']}, {facts['dtype']}, greedy, prefix cache off",
+        f"{facts['model']}, {facts['dtype']}, {KERNELS[facts['kernels']]}, greedy, prefix cache off",
         f"{machine.get('gpu') or machine['cpu']}, {machine['cores']} cores ({machine['threads']} threads), "
         f"{', '.join(machine['isa']) or 'no wide vectors'}, {machine['ram_gib']} GiB, "
         f"reads memory at {facts['read_gb_per_second']:.0f} GB/s",

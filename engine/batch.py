@@ -22,6 +22,7 @@ class Batch:
         the first of them.
     query_lens: R ints, tokens of each request in this step (their sum is T), in packed order.
     context_lens: R ints, tokens of each request visible once this step is done (computed + query).
+    lengths: int64 [2, R], the same two once more, where the other tensors are.
     logits_rows: int64 [S], the packed rows whose logits are wanted: a request's last one, and only
         if its grant ends there.
     """
@@ -32,4 +33,5 @@ class Batch:
     block_tables: Tensor
     query_lens: list[int]
     context_lens: list[int]
+    lengths: Tensor
     logits_rows: Tensor

@@ -148,6 +148,7 @@ class DecodeGraphs:
                 query_lens=[1] * bucket,
                 # Only room: how much of it each row sees, the positions say.
                 context_lens=[width * self._cache.block_size] * bucket,
+                lengths=torch.stack([torch.ones_like(positions), positions + 1]),
                 logits_rows=self._rows[:bucket],
             )
             self.logits[:bucket].copy_(self._model(batch, self._cache, self._attention))

@@ -67,12 +67,12 @@ class ModelRunner:
         # another request's numbers overflow, 0 * NaN would be NaN here too.
         block_tables = torch.tensor([table + table[:1] * (num_blocks - len(table)) for table in tables])
 
-        lengths = torch.tensor(query_lens)
-        rows = torch.repeat_interleave(torch.arange(len(requests)), lengths)
-        first_packed = lengths.cumsum(0) - lengths
+        lengths = torch.tensor([query_lens, context_lens])
+        rows = torch.repeat_interleave(torch.arange(len(requests)), lengths[0])
+        first_packed = lengths[0].cumsum(0) - lengths[0]
         positions = torch.arange(len(token_ids)) + (torch.tensor(starts) - first_packed)[rows]
         blocks = block_tables[rows, positions // self._block_size]
-        last_packed = first_packed + lengths - 1
+        last_packed = first_packed + lengths[0] - 1
         sampled = torch.tensor([grant.samples for grant in grants])
         return Batch(
             token_ids=torch.tensor(token_ids),
@@ -81,6 +81,7 @@ class ModelRunner:
             block_tables=block_tables,
             query_lens=query_lens,
             context_lens=context_lens,
+            lengths=lengths,
             logits_rows=last_packed[sampled],
         )
 

@@ -20,6 +20,7 @@ from tests.test_benchmark import FakeClock, StubEngine
 FACTS = {
     "model": "stub",
     "dtype": "float32",
+    "kernels": "torch",
     "read_gb_per_second": 1.0,
     "hardware": {
         "cpu": "none",

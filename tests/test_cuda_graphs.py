@@ -305,8 +305,9 @@ class Crossings(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("prompt_lens", [(8, 8, 8), (90, 8, 3)], ids=["one group", "several"])
 @pytest.mark.parametrize("graphs", [True, False])
-def test_a_step_has_one_copy_up_and_one_down(graphs, monkeypatch):
+def test_a_step_has_one_copy_up_and_one_down(graphs, prompt_lens, monkeypatch):
     """On PyTorch's "meta" device, whose tensors have no numbers: reading one back is an error, as is mixing
     them with the host's. So whatever passes here makes no GPU wait, and holds nothing on the wrong side.
     """
@@ -334,7 +335,7 @@ def test_a_step_has_one_copy_up_and_one_down(graphs, monkeypatch):
     for number, params in enumerate(
         (greedy(6), SamplingParams(max_tokens=6), SamplingParams(max_tokens=6, **every))
     ):
-        llm.engine.add_request(str(number), [5] * 8, params)
+        llm.engine.add_request(str(number), [5] * prompt_lens[number], params)
     steps = 0
     while llm.engine.has_unfinished():
         downs.clear()

@@ -51,7 +51,8 @@ def case(lengths, heads=4, kv_heads=2, head_dim=64, dtype=torch.float32, block_s
     cache.layers[0].normal_()
     tables = torch.randperm(len(lengths) * width).view(len(lengths), width)
     positions = torch.cat([torch.arange(c - q, c) for q, c in lengths])
-    batch = Batch(positions, positions, positions, tables, queries, contexts, positions[:0])
+    lens = torch.tensor([queries, contexts])
+    batch = Batch(positions, positions, positions, tables, queries, contexts, lens, positions[:0])
     rows = torch.randn(sum(queries), heads + 2 * kv_heads, head_dim).to(dtype)
     return batch, shape, cache, rows[:, :heads]
 

@@ -136,6 +136,7 @@ class Driver:
             block_tables=torch.tensor(tables, device=device),
             query_lens=query_lens,
             context_lens=context_lens,
+            lengths=torch.tensor([query_lens, context_lens], device=device),
             logits_rows=torch.tensor(rows, dtype=torch.int64, device=device),
         )
 

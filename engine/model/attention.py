@@ -59,15 +59,18 @@ class AttentionMetadata:
     def build(
         cls, batch: Batch, config: ModelConfig, block_size: int, dtype: torch.dtype
     ) -> AttentionMetadata:
-        """Plan from the lengths, Python ints; build indices and masks on the batch's device."""
+        """Plan from the lengths, Python ints; build indices and masks on the batch's device.
+
+        Which requests are in a group is not copied there: sorted by the same lengths, they lie side by side.
+        """
         device = batch.token_ids.device
         split_saves = SPLIT_SAVES.get(device.type, SPLIT_SAVES["cuda"])
         bytes_per_token = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
         most_gathered = GATHER_BYTES.get(device.type, GATHER_BYTES["cuda"]) // bytes_per_token
-        starts = [0]
-        for length in batch.query_lens:
-            starts.append(starts[-1] + length)
-        groups = []
+        query_lens, context_lens = batch.lengths
+        order = (query_lens << 32 | context_lens).argsort(stable=True)
+        starts = query_lens.cumsum(0) - query_lens
+        groups, placed = [], 0
         for members in group_requests(batch.query_lens, batch.context_lens, split_saves, most_gathered):
             query_len = batch.query_lens[members[0]]
             longest = max(batch.context_lens[r] for r in members)
@@ -75,9 +78,9 @@ class AttentionMetadata:
             rows = None
             positions, tables = batch.positions, batch.block_tables
             if len(members) < len(batch.query_lens):
-                requests = torch.tensor(members, device=device)
-                first = torch.tensor([starts[r] for r in members], device=device)
-                rows = (first.unsqueeze(1) + torch.arange(query_len, device=device)).flatten()
+                requests = order[placed : placed + len(members)]
+                placed += len(members)
+                rows = (starts[requests].unsqueeze(1) + torch.arange(query_len, device=device)).flatten()
                 positions, tables = positions[rows], tables[requests]
             visible = torch.arange(blocks_each * block_size, device=device) <= positions.unsqueeze(1)
             mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
@@ -96,13 +99,14 @@ def group_requests(
 ) -> list[list[int]]:
     """Request indices by group: equal query length, split by context wherever that saves enough padding,
 
-    and never more than `most_gathered` tokens of (padded) context in a group of several.
+    and never more than `most_gathered` tokens of (padded) context in a group of several. In the order of
+    query length, then context, then index; or a single group of all, as they are.
     """
     by_query_len: dict[int, list[int]] = defaultdict(list)
     for request, length in enumerate(query_lens):
         by_query_len[length].append(request)
     groups: list[list[int]] = []
-    for query_len, requests in by_query_len.items():
+    for query_len, requests in sorted(by_query_len.items()):
         fits = max(context_lens) * len(context_lens) <= most_gathered
         if len(by_query_len) == 1 and fits and _padding(context_lens) * query_len <= split_saves:
             return [requests]  # the common decode step: the batch in its own order, no rows to pick

@@ -59,6 +59,11 @@ class LoadedModel:
     max_model_len: int
 
     @property
+    def kernels(self) -> str:
+        """Who computes it: "native", kernels in C++, or "torch" alone."""
+        return "torch" if self.model.kernels is TorchKernels else "native"
+
+    @property
     def hardware(self) -> str:
         """What it runs on, for people: "2 CPU cores", or the GPU's name."""
         if self.device.type == "cuda":

@@ -216,5 +216,6 @@ def _without_first(batch: Batch, rows: int) -> Batch:
         block_tables=batch.block_tables[rows:],
         query_lens=batch.query_lens[rows:],
         context_lens=batch.context_lens[rows:],
+        lengths=batch.lengths[:, rows:],
         logits_rows=batch.logits_rows,  # of the whole batch: attention does not look at it
     )
