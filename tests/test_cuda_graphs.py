@@ -24,6 +24,7 @@ from engine.cuda_graphs import (
     run_directly,
     table_widths,
 )
+from engine.model.attention_backends import choose_attention
 from engine.model.loader import load_weights
 from tests.support import (
     POISON,
@@ -41,8 +42,14 @@ from tests.test_properties import EngineLife
 
 @pytest.fixture(autouse=True)
 def graphs_on_the_cpu(monkeypatch):
+    """With the attention that a GPU would have: a CPU's own reads lengths that a graph would bake in."""
     monkeypatch.setattr(
         model_runner, "choose_capture", lambda device, enforce_eager: None if enforce_eager else run_directly
+    )
+    monkeypatch.setattr(
+        model_runner,
+        "choose_attention",
+        lambda name, *given: choose_attention("sdpa" if name == "auto" else name, *given),
     )
 
 

@@ -77,7 +77,7 @@ def test_grouping_covers_every_request_once_with_equal_query_lengths():
 def test_grouping_splits_only_where_it_pays():
     assert group_requests([1] * 4, [90, 96, 80, 100], 512, 10_000) == [[0, 1, 2, 3]]
     assert group_requests([1] * 4, [90, 4000, 80, 4010], 512, 10_000) == [[2, 0], [1, 3]]
-    assert group_requests([5, 1, 5], [5, 10, 5], 512, 10_000) == [[0, 2], [1]]
+    assert group_requests([5, 1, 5], [5, 10, 5], 512, 10_000) == [[1], [0, 2]]
     assert group_requests([1] * 4, [90, 96, 80, 100], 512, 250) == [[2, 0], [1, 3]]
 
 
