@@ -8,17 +8,20 @@ static inline __m512bh pairs(const bfloat16* from) { return (__m512bh)_mm512_loa
 
 // The 16 sums over 16 registers' floats, by halving how many registers there are.
 static inline __m512 sum_each(__m512 s[KEYS]) {
+#pragma GCC unroll 8
     for (int i = 0; i < 8; i++)
         s[i] = _mm512_add_ps(_mm512_unpacklo_ps(s[2 * i], s[2 * i + 1]), _mm512_unpackhi_ps(s[2 * i], s[2 * i + 1]));
+#pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         __m512d a = _mm512_castps_pd(s[2 * i]), b = _mm512_castps_pd(s[2 * i + 1]);
         s[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
     }
-    for (int left = 2; left; left /= 2)
-        for (int i = 0; i < left; i++)
-            s[i] = _mm512_add_ps(_mm512_shuffle_f32x4(s[2 * i], s[2 * i + 1], 0x88),
-                                 _mm512_shuffle_f32x4(s[2 * i], s[2 * i + 1], 0xdd));
-    return s[0];
+#pragma GCC unroll 3
+    for (int i = 0; i < 3; i++) {  // of s[0] to s[3], and then of the two sums, which take the places of s[4] and s[5]
+        const __m512 a = s[2 * i], b = s[2 * i + 1];
+        s[4 + i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    }
+    return s[6];
 }
 
 // `exp2_below_zero` of 16 numbers.
