@@ -31,7 +31,7 @@ from engine.sampler import Choice, Sample, Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Grant, Scheduler
 from engine.sizing import choose_num_blocks, context_limit
-from engine.threads import ComputeThreads
+from engine.threads import ComputeThreads, release_team
 from engine.transfer import download, mark_time, upload
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ class ContinuousEngine:
         self._ids_in_use: set[str] = set()  # of every continuation in `_groups`, those that are done too
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()  # by finish_reason
+        release_team()  # the steps may be another thread's
 
     @property
     def is_driven(self) -> bool:
@@ -198,7 +199,10 @@ class ContinuousEngine:
         if not self.has_unfinished():
             return []
         with self._team():
-            return self._step()
+            outputs = self._step()
+        if not self.has_unfinished():
+            release_team()
+        return outputs
 
     def _step(self) -> list[RequestOutput]:
         self._journal.step += 1

@@ -4,10 +4,17 @@ An operation on several threads is done when the last of them is, so on a core t
 everybody waits for it, again at each of a step's thousand operations. Measured on 2 cores: beside a browser
 that is busy all the time a step on both cores takes five times as long as alone, on one core less than
 twice. Waiting threads must spin meanwhile, not sleep: waking them costs as much as the operation.
+
+Each Python thread that computes has a team of its own, which waits for it for ever. As soon as the teams
+together have more threads than there are cores, GNU's OpenMP lets none of them spin any more
+(`GOMP_SPINCOUNT` in its manual): an engine on a thread of its own took twice as long for a step as one on
+the thread that had loaded the model. So whoever has computed lets its team go.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
 import os
 import threading
@@ -32,20 +39,34 @@ class ComputeThreads:
     `torch.get_num_threads()` is the most it uses, so a user's `torch.set_num_threads` holds.
     """
 
+    _all: ClassVar[weakref.WeakSet[ComputeThreads]] = weakref.WeakSet()  # one for each engine
     _computing: ClassVar[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()  # engines': they take turns
 
     def __init__(self) -> None:
+        self._all.add(self)
         self._cores = core_ids()
         self._left = 0  # cores left to others
         self._seen: tuple[float, float] | None = None  # when, and seconds that others had computed by then
 
     @contextmanager
     def team(self) -> Iterator[int]:
-        """While it is open, torch computes with the number of threads that it yields."""
+        """While it is open, torch computes with the number of threads that it yields.
+
+        An engine that is not alone lets its team go afterwards, since another one may be next.
+        """
         most = torch.get_num_threads()
         if most == 1:
             yield 1
             return
+        try:
+            with self._size(most) as size:
+                yield size
+        finally:
+            if len(self._all) > 1:
+                release_team()
+
+    @contextmanager
+    def _size(self, most: int) -> Iterator[int]:
         self._computing.add(threading.current_thread())
         self._look()
         threads = min(most, max(1, len(self._cores) - self._left))
@@ -88,6 +109,21 @@ class ComputeThreads:
             if thread.id not in serving
         )
         return busy - ours
+
+
+def release_team() -> None:
+    """End the threads that OpenMP keeps for this thread's next operation, which starts new ones in 0.1 ms."""
+    if openmp := _gnu_openmp():
+        openmp.omp_pause_resource_all(1)  # 1: omp_pause_soft, which keeps the settings
+
+
+@functools.cache
+def _gnu_openmp() -> ctypes.CDLL | None:
+    """The OpenMP that torch has loaded, if it is GNU's; others let threads spin whatever their number."""
+    try:
+        return ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except (OSError, AttributeError):  # another OpenMP; a system that has no RTLD_NOLOAD
+        return None
 
 
 def cores_to_leave(others: float, left: int) -> int:

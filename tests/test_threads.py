@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+import threading
 import time
+import weakref
 
 import psutil
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine import threads
 from engine.threads import LEAVE_CORE, TAKE_CORE, ComputeThreads, cores_to_leave
+from tests.support import greedy, tiny_llm
 
 BUSY = "while True: pass"
 
@@ -89,7 +92,7 @@ def test_what_is_left_settles_at_once_and_covers_what_others_take(others, left):
 @pytest.mark.skipif(not hasattr(psutil, "PROCFS_PATH"), reason="Linux lets a process look at its threads")
 def test_other_programs_count_and_own_computing_does_not():
     compute = ComputeThreads()
-    compute._computing.add(threads.threading.current_thread())
+    compute._computing.add(threading.current_thread())
 
     def others_while(work) -> float:
         seconds, start = compute._seconds_of_others(), time.monotonic()
@@ -111,3 +114,41 @@ def test_other_programs_count_and_own_computing_does_not():
             process.kill()
             process.wait()
     assert beside > background + 0.5
+
+
+def team_size() -> int:
+    """The threads of this process that are not Python's."""
+    python = {thread.native_id for thread in threading.enumerate()}
+    return sum(thread.id not in python for thread in psutil.Process().threads())
+
+
+@pytest.fixture
+def no_team(two_threads, monkeypatch):
+    """How many threads there are when no team waits; engines of other tests are forgotten."""
+    if threads._gnu_openmp() is None:
+        pytest.skip("other kinds of OpenMP let any number of threads spin")
+    monkeypatch.setattr(ComputeThreads, "_all", weakref.WeakSet())
+    threads.release_team()
+    return team_size()
+
+
+def test_whoever_has_computed_lets_its_team_go(no_team):
+    torch.relu(torch.zeros(1 << 20))
+    assert team_size() == no_team + 1, "the team waits for more"
+    engine = tiny_llm().engine
+    assert team_size() == no_team, "whoever makes an engine need not be who steps it"
+    engine.add_request("a", [5, 6, 7], greedy(3))
+    engine.step()
+    assert team_size() == no_team + 1, "an engine keeps its team from step to step"
+    while engine.has_unfinished():
+        engine.step()
+    assert team_size() == no_team, "but not when it has nothing to do"
+
+
+def test_of_several_engines_none_keeps_its_team_from_step_to_step(no_team):
+    engines = [tiny_llm().engine, tiny_llm().engine]
+    for engine in engines:
+        engine.add_request("a", [5, 6, 7], greedy(3))
+        engine.step()
+        assert team_size() == no_team
+        assert engine.has_unfinished()
