@@ -77,37 +77,32 @@ def visit(page: Page) -> None:
     shoot(page, "empty")
 
     page.click("#glass-eight")
-    page.wait_for_selector(".glass-card[data-state=decode]", timeout=60_000)
-    page.wait_for_timeout(1500)
+    let_steps_pass(page, 40)
     page.fill(PROMPT, "Why is the sky blue?")
     page.press(PROMPT, "Enter")  # the ninth, while eight are decoding
-    page.wait_for_timeout(2500)
+    let_steps_pass(page, 50)
     shoot(page, "injected")
     page.click(".glass-card[data-state=decode] button")  # one stopped
     wait_until_idle(page)
 
     switch(page, "naive")
     page.click("#glass-eight")
-    page.wait_for_timeout(9000)
+    let_steps_pass(page, 260)
     shoot(page, "naive")
     wait_until_idle(page)
 
     switch(page, "static")
     page.click("#glass-all")
-    page.wait_for_timeout(16_000)
+    let_steps_pass(page, 450)
     shoot(page, "static")
     switch(page, "continuous")  # in the middle of it: requests are requeued with what they have
-    page.wait_for_timeout(6000)
+    let_steps_pass(page, 100)
     shoot(page, "switched")
     wait_until_idle(page)
 
     page.click("#glass-all")
-    page.wait_for_timeout(13_000)
-    shoot(page, "continuous", full=True)
-    page.evaluate("document.body.classList.add('dark')")
-    page.wait_for_timeout(2500)
-    shoot(page, "continuous-dark")
-    page.evaluate("document.body.classList.remove('dark')")
+    let_steps_pass(page, 130)
+    shoot_both(page, "continuous", full=True)
     wait_until_idle(page)
 
 
@@ -116,8 +111,7 @@ def look_back(page: Page) -> None:
     page.goto(ADDRESS)
     page.wait_for_selector(".glass-pill[data-state=ready]", timeout=60_000)
     page.click("#glass-all")
-    page.wait_for_selector(".glass-card[data-state=decode]", timeout=60_000)
-    page.wait_for_timeout(12_000)
+    let_steps_pass(page, 130)
     page.click("[aria-label^='Previous injection']")
     page.click(".glass-card[data-state=decode]")
     page.evaluate("scrollTo(0, 0)")
@@ -163,7 +157,7 @@ def visit_by_phone(page: Page) -> None:
     page.goto(ADDRESS)
     page.wait_for_selector(".glass-pill[data-state=ready]", timeout=60_000)
     page.click("#glass-eight")
-    page.wait_for_timeout(5000)
+    let_steps_pass(page, 80)
     for dark in (False, True):
         page.evaluate("(dark) => document.body.classList.toggle('dark', dark)", dark)
         for panel in (
@@ -230,17 +224,23 @@ def wait_until_idle(page: Page) -> None:
     page.wait_for_function(f"document.querySelectorAll('{unfinished}').length === 0", timeout=300_000)
 
 
+def let_steps_pass(page: Page, steps: int) -> None:
+    """However fast the machine is, the pictures show the same part of the work."""
+    end = page.evaluate("window.glassStore.newest.step") + steps
+    page.wait_for_function(f"window.glassStore.newest.step >= {end}", timeout=300_000)
+
+
 def shoot(page: Page, name: str, full: bool = False) -> None:
     page.screenshot(path=ASSETS / f"{name}.png", full_page=full)
     print(f"assets/{name}.png", flush=True)
 
 
-def shoot_both(page: Page, name: str) -> None:
+def shoot_both(page: Page, name: str, full: bool = False) -> None:
     """In the light and in the dark."""
-    shoot(page, name)
+    shoot(page, name, full)
     page.evaluate("document.body.classList.add('dark')")
     page.wait_for_timeout(800)
-    shoot(page, f"{name}-dark")
+    shoot(page, f"{name}-dark", full)
     page.evaluate("document.body.classList.remove('dark')")
     page.wait_for_timeout(300)
 

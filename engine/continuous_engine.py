@@ -1,6 +1,6 @@
 """The engine: add requests, step, take what comes out.
 
-A step is one flow through five stages, each of them one call that can be read, tested and timed alone:
+A step is one flow through five stages, timed one by one:
 
     schedule -> prepare -> forward -> sample -> postprocess, and one event says what happened.
 
