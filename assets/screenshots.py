@@ -156,18 +156,13 @@ def look_back(page: Page) -> None:
 def visit_by_phone(page: Page) -> None:
     page.goto(ADDRESS)
     page.wait_for_selector(".glass-pill[data-state=ready]", timeout=60_000)
-    page.click("#glass-eight")
-    let_steps_pass(page, 80)
+    page.click("#glass-all")
+    let_steps_pass(page, 40)
     for dark in (False, True):
         page.evaluate("(dark) => document.body.classList.toggle('dark', dark)", dark)
-        for panel in (
-            "timeline",
-            "blocks",
-            "throughput",
-            "anatomy",
-        ):  # a picture is drawn when it is in sight
+        for panel in ("timeline", "blocks", "throughput", "anatomy"):  # drawn when it is in sight
             page.locator(f"#glass-{panel}").scroll_into_view_if_needed()
-            page.wait_for_timeout(900)
+            page.wait_for_timeout(500)
         page.evaluate("scrollTo(0, 0)")
         shoot(page, "phone-dark" if dark else "phone", full=True)
     wait_until_idle(page)
