@@ -102,12 +102,14 @@ class ComputeThreads:
         )
         computing = {thread.native_id for thread in self._computing}
         serving = {thread.native_id for thread in threading.enumerate()} - computing
-        # What is no Python thread belongs to torch: the team of one of the engines.
-        ours = sum(
-            thread.user_time + thread.system_time
-            for thread in psutil.Process().threads()
-            if thread.id not in serving
+        # What is no Python thread belongs to torch: the team of one of the engines. The process's own time
+        # holds that of teams that were let go, which no list of threads does.
+        process = psutil.Process()
+        total = process.cpu_times()
+        served = sum(
+            thread.user_time + thread.system_time for thread in process.threads() if thread.id in serving
         )
+        ours = total.user + total.system - served
         return busy - ours
 
 

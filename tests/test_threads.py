@@ -152,3 +152,20 @@ def test_of_several_engines_none_keeps_its_team_from_step_to_step(no_team):
         engine.step()
         assert team_size() == no_team
         assert engine.has_unfinished()
+
+
+@pytest.mark.skipif(not hasattr(psutil, "PROCFS_PATH"), reason="Linux lets a process look at its threads")
+def test_a_team_that_was_let_go_does_not_count_as_others(no_team, monkeypatch):
+    """Its processor time is the engine's, though its threads are not there to be asked any more."""
+    monkeypatch.setattr(threads, "core_ids", lambda: set(range(psutil.cpu_count())))
+    compute = ComputeThreads()
+    compute._computing.add(threading.current_thread())
+
+    def others_while_a_team_computes() -> float:
+        seconds, start = compute._seconds_of_others(), time.monotonic()
+        while time.monotonic() < start + 1.5:
+            torch.relu(torch.zeros(1 << 22))
+        threads.release_team()
+        return (compute._seconds_of_others() - seconds) / (time.monotonic() - start)
+
+    assert min(others_while_a_team_computes() for _ in range(3)) < LEAVE_CORE
