@@ -73,8 +73,7 @@ def test_a_moment_travelled_to_is_what_the_engine_held(busy):
 def test_pause_steps_bookmarks_and_the_way_back(busy):
     seen, _ = busy
     page = seen.page
-    page.evaluate("document.activeElement.blur()")
-    page.keyboard.press("Space")
+    page.click(".glass-transport >> text=Pause")  # which has the focus now, and leaves the arrows to the page
     page.wait_for_selector(".glass-pill[data-state=past]")
     newest, steps = page.evaluate("window.glassStore.history.last"), [page.evaluate(SHOWN)["step"]]
     for key, by in (("ArrowLeft", 1), ("ArrowLeft", 2), ("ArrowRight", 1)):
@@ -93,8 +92,14 @@ def test_pause_steps_bookmarks_and_the_way_back(busy):
     page.click(".glass-transport >> text=Play")
     page.wait_for_function(f"window.glassStore.picture.step > {at + 3}")
     page.keyboard.press("l")
-    page.click(".glass-live", force=True)
     page.wait_for_selector(".glass-pill[data-state=ready]")
+    assert page.evaluate(SHOWN)["live"]
+    page.fill(".glass-transport input[type=range]", page.get_attribute(".glass-transport input", "min"))
+    page.wait_for_selector(".glass-pill[data-state=past]")
+    page.focus(".glass-transport input[type=range]")
+    page.keyboard.press("Space")
+    assert page.evaluate("window.glassStore.player.playing")
+    page.keyboard.press("L")
     assert page.evaluate(SHOWN)["live"]
     assert seen.errors == []
 
@@ -127,7 +132,7 @@ def test_a_request_is_brought_out_by_a_click_and_by_keys(tiny, visit):  # noqa: 
     seen.page.wait_for_function(f"document.querySelector('#glass-blocks canvas').toDataURL() !== {before!r}")
     table = seen.page.evaluate(f"window.glassStore.picture.table({key})")
     assert table and len(set(table)) == len(table)
-    seen.page.focus("#glass-blocks canvas >> nth=0")
+    seen.page.click("#glass-clear")  # its card is gone, and the focus is on a button
     seen.page.keyboard.press("Escape")
     assert seen.page.evaluate("window.glassStore.pinned") is None
 

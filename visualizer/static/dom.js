@@ -114,3 +114,13 @@ export function summary(node) {
     if (!timer) say();
   };
 }
+
+const TAKES_ALL_KEYS = 'textarea, select, [contenteditable], [role=dialog], input:not([type=range])';
+const RANGE_KEYS = ['ArrowLeft', 'ArrowRight', 'ArrowUp', 'ArrowDown', 'Home', 'End', 'PageUp', 'PageDown'];
+
+/** Whether a key belongs to the control that has the focus, and is no command to the page around it. */
+export function keyIsTaken({ target, key }) {
+  if (target.closest?.(TAKES_ALL_KEYS)) return true;
+  if (target.closest?.('input[type=range]')) return RANGE_KEYS.includes(key);
+  return Boolean(target.closest?.('button')) && [' ', 'Enter'].includes(key);
+}

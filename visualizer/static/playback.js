@@ -2,7 +2,7 @@
 
 import { mountAnatomy } from './anatomy.js';
 import { mountBlocks } from './blocks.js';
-import { button, count, el, figure, fitCanvas, setText, summary, wantsCalm } from './dom.js';
+import { button, count, el, figure, fitCanvas, keyIsTaken, setText, summary, wantsCalm } from './dom.js';
 import { mountStrip } from './metrics.js';
 import { SPEEDS } from './player.js';
 import { Store } from './store.js';
@@ -47,8 +47,7 @@ export function mountPlayback(root, arms, words = '', all = false) {
   slider.addEventListener('input', () => { pause(); go((Number(slider.value) / NOTCHES) * end); });
   choose.addEventListener('change', () => { speed = Number(choose.value); });
   view.addEventListener('keydown', (event) => {
-    if (event.target.closest('input, select, button') && event.key === ' ') return;
-    if (event.target.closest('input, select')) return;
+    if (keyIsTaken(event)) return;
     if (event.target.tagName === 'CANVAS' && event.key !== ' ') return; // arrow keys walk over its cells
     const act = { ' ': () => toggle.click(), ArrowLeft: () => step(-1), ArrowRight: () => step(1) }[event.key];
     if (!act) return;

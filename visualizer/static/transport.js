@@ -1,6 +1,6 @@
 // The bar of time: pause, step, scrub, play again, and back to live. It moves the picture, never the engine.
 
-import { button, count, el, setText } from './dom.js';
+import { button, count, el, keyIsTaken, setText } from './dom.js';
 import { SPEEDS } from './player.js';
 
 const KINDS = { preempted: 'a preemption', injected: 'an injection', prefix_hit: 'a prefix hit' };
@@ -30,7 +30,12 @@ export function mountTransport(root, store) {
   speed.addEventListener('change', () => player.setSpeed(Number(speed.value)));
   document.addEventListener('keydown', (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector('dialog[open]')) return;
-    if (event.target.closest?.('input, textarea, select, button, [contenteditable], [role=dialog]')) return;
+    if (event.key === 'Escape') { // whatever has the focus: the card that was clicked may be gone
+      store.pin(null);
+      store.isolate(null);
+      return;
+    }
+    if (keyIsTaken(event)) return;
     const act = { ' ': () => toggle.click(), l: () => player.goLive() }[event.key.toLowerCase()]
       // Arrow keys on a picture walk over its cells.
       ?? (event.target.tagName !== 'CANVAS' && { ArrowLeft: () => player.step(-1), ArrowRight: () => player.step(1) }[event.key]);
